@@ -1,0 +1,1 @@
+"""Breaks things on purpose and judges the result; nothing imports it."""

@@ -1,0 +1,277 @@
+"""What sidecar and coordinator say to each other: two retained documents and one request.
+
+*Inventory* (up): what a node holds and where its ranks stand. *Desired* (down): how the coordinator wants the job to
+be. Both are states, not events: the newest version replaces all before it, so a lost, doubled or reordered message
+does no harm, and whoever restarts rebuilds its view by reading. They travel as retained MQTT messages and, without a
+broker, by HTTP. *OpenRequest* asks for an attempt; asked twice with the same launch id and round, it gets the same one.
+
+Topics: ``toprope/<job>/nodes/<node>/inventory``, ``toprope/<job>/nodes/<node>/presence`` (last will),
+``toprope/<job>/desired``. Coordinator HTTP: ``PUT /v1/nodes/<node>/inventory`` answers desired;
+``POST /v1/attempts`` takes an OpenRequest and answers OpenAnswer; ``GET /v1/desired``, ``GET /v1/status``,
+``GET /healthz``, ``GET /metrics``. Sidecar HTTP: ``GET /v1/inventory?after=V&wait_s=S`` (long poll),
+``GET /v1/copies/<attempt_uid>/<step>/<rank>?tier=T`` (the image), ``POST /v1/copies/<attempt_uid>/<step>/<rank>/ack``,
+``GET /healthz``, ``GET /metrics``.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, TypeAlias, TypeVar
+
+import msgspec
+
+FORMAT = 1
+MAX_INVENTORY_BYTES = 256 * 1024
+MAX_DESIRED_BYTES = 16 * 1024 * 1024
+MAX_OPEN_BYTES = 16 * 1024 * 1024
+
+Tier: TypeAlias = Literal["memory", "peer", "local", "object"]
+TIERS: tuple[Tier, ...] = ("memory", "peer", "local", "object")
+"""Nearest first: the order in which a restore tries them."""
+
+
+class _Document(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    pass
+
+
+class RankVerdict(_Document, frozen=True, kw_only=True):
+    """How far a rank has come with a restore: ``phase`` it has finished, or in which it failed."""
+
+    attempt_uid: str
+    phase: Literal["staged", "applied"]
+    ok: bool
+    reason: str = ""
+
+
+class RankState(_Document, frozen=True, kw_only=True):
+    """A rank that this node serves. ``lock_held``: its process lives and may write into its slots.
+
+    ``state_bytes`` is the size that it announced (0: none yet).
+    """
+
+    rank: int
+    world: int
+    launch_id: str
+    attempt_uid: str
+    step: int
+    lock_held: bool
+    state_bytes: int = 0
+    verdict: RankVerdict | None = None
+
+
+class Copy(_Document, frozen=True, kw_only=True):
+    """A shard that this node holds and whose digest it has checked. With tier ``object`` it is a receipt.
+
+    ``key`` (local path or object key), ``nonce``, ``index_key`` and ``index_sha256`` are set for tier object.
+    """
+
+    attempt: int
+    attempt_uid: str
+    step: int
+    rank: int
+    world: int
+    tier: Tier
+    bytes: int
+    digest: str
+    key: str = ""
+    nonce: str = ""
+    index_key: str = ""
+    index_sha256: str = ""
+
+
+class Skip(_Document, frozen=True, kw_only=True):
+    """A due step of which this rank has no snapshot, or whose snapshot was dropped."""
+
+    attempt_uid: str
+    step: int
+    rank: int
+    reason: str
+
+
+class ReadBack(_Document, frozen=True, kw_only=True):
+    """An object that this node has read past the page cache on request. ``ok``: it had the digest asked for."""
+
+    key: str
+    digest: str
+    ok: bool
+    found: str = ""
+
+
+class Inventory(_Document, frozen=True, kw_only=True):
+    """What one sidecar holds. ``(boot_id, incarnation)`` names its life; ``version`` grows within it.
+
+    ``incarnation`` is drawn by each sidecar process at its start, ``boot_id`` by each memory.
+    """
+
+    format: int = FORMAT
+    job: str
+    job_uid: str
+    node: str
+    boot_id: str
+    incarnation: str
+    version: int
+    url: str
+    domain: dict[str, str]
+    ranks: tuple[RankState, ...] = ()
+    copies: tuple[Copy, ...] = ()
+    skipped: tuple[Skip, ...] = ()
+    read_backs: tuple[ReadBack, ...] = ()
+
+
+class Presence(_Document, frozen=True, kw_only=True):
+    """Whether a sidecar process says that it lives; its last will says that it does not. A hint, never a verdict."""
+
+    node: str
+    boot_id: str
+    incarnation: str
+    alive: bool
+
+
+class Place(_Document, frozen=True, kw_only=True):
+    """Where a rank sits."""
+
+    rank: int
+    node: str
+    boot_id: str
+
+
+class Source(_Document, frozen=True, kw_only=True):
+    """A place where a shard can be had: a node's tier by its url, or the object store by key."""
+
+    tier: Tier
+    node: str = ""
+    url: str = ""
+    key: str = ""
+
+
+class RestoreShard(_Document, frozen=True, kw_only=True):
+    """A shard of an attempt's source, with the places where it can be had, best first."""
+
+    rank: int
+    bytes: int
+    digest: str
+    sources: tuple[Source, ...]
+
+
+class AttemptView(_Document, frozen=True, kw_only=True):
+    """The current attempt. ``phase`` is what all its ranks have reached.
+
+    ``opened``: being staged; ``staged``: all ranks have verified what they need and may apply it; ``applied``: all
+    have applied it and train; ``failed``: it will not come to that, ``reason`` says why, open another round.
+    ``source_attempt_uid`` and ``from_step`` name the snapshot in ``restore``.
+    """
+
+    number: int
+    uid: str
+    launch_id: str
+    round: int
+    world: tuple[Place, ...]
+    source: Literal["fresh", "ready", "held"]
+    source_attempt_uid: str
+    from_step: int
+    restore: tuple[RestoreShard, ...]
+    phase: Literal["opened", "staged", "applied", "failed"]
+    reason: str = ""
+
+
+class Cadence(_Document, frozen=True, kw_only=True):
+    """Step s is due if ``s > from_step`` and ``(s - from_step) % every == 0``, with one ``every`` for each tier.
+
+    Each is a power of two times the one before (memory and peer, local, object).
+    """
+
+    from_step: int
+    every: int
+    local_every: int
+    object_every: int
+
+
+class Placement(_Document, frozen=True, kw_only=True):
+    """``holder`` pulls a copy of each snapshot of ``owner``, from ``url``."""
+
+    owner: str
+    holder: str
+    url: str
+
+
+class Kept(_Document, frozen=True, kw_only=True):
+    """A step whose memory, peer and local copies may not be reused."""
+
+    attempt_uid: str
+    step: int
+
+
+class ReadBackTask(_Document, frozen=True, kw_only=True):
+    """``node`` is to read this object past the page cache and say what digest it has."""
+
+    node: str
+    key: str
+    bytes: int
+    digest: str
+
+
+class Desired(_Document, frozen=True, kw_only=True):
+    """How the coordinator of ``term`` wants the job to be. The greatest (term, version) wins."""
+
+    format: int = FORMAT
+    job: str
+    job_uid: str
+    term: int
+    version: int
+    url: str
+    cadence: Cadence
+    attempt: AttemptView | None = None
+    placement: tuple[Placement, ...] = ()
+    keep: tuple[Kept, ...] = ()
+    read_backs: tuple[ReadBackTask, ...] = ()
+    protected_step: int = 0
+    ready_step: int = 0
+    refused: dict[str, str] = {}
+    """Nodes whose sidecar is not wanted, by incarnation, each with the reason."""
+
+
+class OpenRequest(_Document, frozen=True, kw_only=True):
+    """A launch asks for an attempt. ``spec`` is what the state depends on."""
+
+    job: str
+    launch_id: str
+    round: int
+    world: tuple[Place, ...]
+    spec: dict[str, Any]
+    versions: dict[str, str]
+
+
+class OpenAnswer(_Document, frozen=True, kw_only=True):
+    """The attempt, or an error: ``code`` is one of ``toprope.trainer_hooks.wire.ERROR_CODES``."""
+
+    attempt: AttemptView | None = None
+    code: str = ""
+    text: str = ""
+
+
+class DocumentError(Exception):
+    """A document that is too long, not JSON, or not of this format."""
+
+
+_D = TypeVar("_D", Inventory, Presence, Desired, OpenRequest, OpenAnswer)
+
+
+def encode(document: msgspec.Struct) -> bytes:
+    """Return the document as JSON."""
+    return msgspec.json.encode(document)
+
+
+def decode(body: bytes, kind: type[_D], *, limit: int) -> _D:
+    """Return the document in these bytes, which come from the network.
+
+    Raises:
+        DocumentError: it is longer than ``limit`` bytes or not a document of that kind and format.
+    """
+    if len(body) > limit:
+        raise DocumentError(f"{kind.__name__} of {len(body)} bytes; the limit is {limit}")
+    try:
+        document = msgspec.json.decode(body, type=kind)
+    except msgspec.DecodeError as error:
+        raise DocumentError(f"not a {kind.__name__} of format {FORMAT}: {error}") from error
+    if getattr(document, "format", FORMAT) != FORMAT:
+        raise DocumentError(f"{kind.__name__} of another format; this version speaks format {FORMAT}")
+    return document

@@ -1,0 +1,73 @@
+"""Names and keys: the one place that turns jobs, attempts, steps and ranks into object keys, and checks them first.
+
+Keys are relative to a store's root and use ``/``. See ``docs/format.md`` for who may write each.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import NewType
+
+from toprope.store.errors import UsageError
+
+Key = NewType("Key", str)
+
+_ID = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
+_HEX = re.compile(r"[0-9a-f]{1,128}")
+
+
+def checked_id(value: str, *, what: str) -> str:
+    """Return a job or node name that is safe in a path, a key and a topic.
+
+    Raises:
+        UsageError: it is not 1 to 64 of ``a-z 0-9 . _ -`` beginning with a letter or digit, or it holds ``..``.
+    """
+    if _ID.fullmatch(value) is None or ".." in value:
+        raise UsageError(
+            f"{what} {value!r} is not usable: give 1 to 64 of a-z 0-9 . _ - that begin with a letter or digit, "
+            "without '..'"
+        )
+    return value
+
+
+def checked_hex(value: str) -> str:
+    """Return a digest, uid or nonce after a check that it is lower-case hexadecimal."""
+    if _HEX.fullmatch(value) is None:
+        raise UsageError(f"{value!r} is not lower-case hexadecimal")
+    return value
+
+
+def log_prefix(job: str) -> str:
+    """Return the prefix under which the records of a job lie."""
+    return f"{checked_id(job, what='job')}/log/"
+
+
+def log_key(job: str, number: int) -> Key:
+    """Return the key of log record ``number``, which counts from 0."""
+    assert number >= 0
+    return Key(f"{log_prefix(job)}{number:020d}.json")
+
+
+def facts_key(job: str, sha256: str) -> Key:
+    """Return the key of what a record names by its hash: a spec, or the world and digests of an attempt."""
+    return Key(f"{checked_id(job, what='job')}/facts/{checked_hex(sha256)}.json")
+
+
+def manifest_key(job: str, *, attempt: int, step: int, sha256: str) -> Key:
+    """Return the key of a manifest."""
+    return Key(f"{checked_id(job, what='job')}/manifests/a{attempt}-s{step:09d}-{checked_hex(sha256)}.json")
+
+
+def shard_key(job: str, *, attempt: int, step: int, rank: int, world: int, nonce: str) -> Key:
+    """Return the key of a shard image."""
+    return Key(f"{_shard_stem(job, attempt, step, rank, world)}-{checked_hex(nonce)}.safetensors")
+
+
+def index_key(job: str, *, attempt: int, step: int, rank: int, world: int, sha256: str) -> Key:
+    """Return the key of a rank's index object."""
+    return Key(f"{_shard_stem(job, attempt, step, rank, world)}-{checked_hex(sha256)}.index.json")
+
+
+def _shard_stem(job: str, attempt: int, step: int, rank: int, world: int) -> str:
+    assert 0 <= rank < world
+    return f"{checked_id(job, what='job')}/shards/a{attempt}/s{step:09d}/rank-{rank:05d}-of-{world:05d}"

@@ -1,0 +1,1 @@
+"""Object stores: one protocol, and what implements it."""

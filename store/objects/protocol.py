@@ -1,0 +1,44 @@
+"""The object store protocol: write-once objects under keys. Four methods, each atomic."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Protocol
+
+from toprope.store.names import Key
+
+
+class ObjectStore(Protocol):
+    """Objects by key. Methods block; services call them off the event loop."""
+
+    def create(self, key: Key, body: bytes | memoryview) -> None:
+        """Write a new object, durably and whole: when this returns, every reader sees it, after a power cut too.
+
+        Raises:
+            AlreadyExistsError: the key has an object; it was not touched.
+            UnavailableError: it may or may not have been written.
+        """
+
+    def read(self, key: Key, *, start: int = 0, length: int | None = None, uncached: bool = False) -> bytes:
+        """Return ``length`` bytes from ``start`` on, or all; ``uncached`` asks the medium and not a cache.
+
+        Raises:
+            MissingObjectError: there is no such object.
+            CorruptObjectError: it ends before ``start + length``.
+            UnavailableError: the store did not answer.
+        """
+
+    def size(self, key: Key) -> int:
+        """Return the length of an object in bytes.
+
+        Raises:
+            MissingObjectError: there is no such object.
+            UnavailableError: the store did not answer.
+        """
+
+    def list(self, prefix: str) -> Iterator[Key]:
+        """Yield the keys that begin with ``prefix``, in order. Nothing is decided by a listing.
+
+        Raises:
+            UnavailableError: the store did not answer.
+        """

@@ -1,0 +1,133 @@
+"""The records of a job log, as values. ``log.py`` encodes and checks them; ``fold.py`` says what they add up to.
+
+Every record carries who wrote it: ``term`` and ``writer_id`` of the coordinator and a fresh ``nonce``, by which a
+writer whose reply was lost knows its own. ``prev`` is the SHA-256 of the record before (of its bytes; empty for
+record 0) and ``sum`` that of this record without ``sum``. What is large (a spec; the world and digests of an attempt)
+is an object named by its hash, under ``facts/``.
+"""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import msgspec
+
+FORMAT = 1
+MAX_RECORD_BYTES = 64 * 1024
+
+
+class _Record(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", forbid_unknown_fields=True):
+    term: int = 0
+    writer_id: str = ""
+    nonce: str = ""
+    prev: str = ""
+    sum: str = ""
+
+
+class Job(_Record, frozen=True, kw_only=True, tag="JOB"):
+    """Record 0 names the job; a later one sets its spec (``spec_sha256``, an object under ``facts/``)."""
+
+    uid: str
+    name: str
+    format: int = FORMAT
+    spec_sha256: str | None = None
+
+
+class Elected(_Record, frozen=True, kw_only=True, tag="ELECTED"):
+    """A coordinator's reign begins: ``term`` is one more than any before."""
+
+
+class Ready(_Record, frozen=True, kw_only=True, tag="READY"):
+    """A checkpoint is READY. Its number in the log, ``seq``, is its name from now on."""
+
+    attempt: int
+    attempt_uid: str
+    step: int
+    parent: int | None
+    manifest_sha256: str
+    bytes: int
+
+
+class Held(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A source that is not READY: the shards of one step, in memory, peer, local or object tier.
+
+    Their digests are in the attempt's facts.
+    """
+
+    attempt_uid: str
+    step: int
+
+
+class Struck(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A source that was tried and failed; it is not tried again."""
+
+    attempt_uid: str
+    step: int
+    why: str
+
+
+class Attempt(_Record, frozen=True, kw_only=True, tag="ATTEMPT"):
+    """An attempt opens, with its restore decision: one decision, the same for every rank, whatever crashes.
+
+    The source is ``ready`` (the seq of a READY), ``held``, or neither: a fresh start. ``facts_sha256`` names an
+    ``AttemptFacts`` object. ``why`` is for people.
+    """
+
+    attempt: int
+    uid: str
+    launch_id: str
+    round: int
+    ready: int | None
+    held: Held | None
+    from_step: int
+    struck: tuple[Struck, ...]
+    world_size: int
+    facts_sha256: str
+    spec_sha256: str
+    why: str
+
+
+class Taint(_Record, frozen=True, kw_only=True, tag="TAINT"):
+    """Steps ``from_step`` to ``to_step`` (or open-ended) of an attempt are not to be trusted, in any tier."""
+
+    attempt: int
+    from_step: int
+    to_step: int | None
+    reason: str
+
+
+class Pin(_Record, frozen=True, kw_only=True, tag="PIN"):
+    """A READY that may not be retired."""
+
+    seq: int
+
+
+class Unpin(_Record, frozen=True, kw_only=True, tag="UNPIN"):
+    """A pin is lifted."""
+
+    seq: int
+
+
+class Retire(_Record, frozen=True, kw_only=True, tag="RETIRE"):
+    """READYs that are no longer offered, and whose objects may be deleted."""
+
+    seqs: tuple[int, ...]
+
+
+Record: TypeAlias = Job | Elected | Attempt | Ready | Taint | Pin | Unpin | Retire
+
+
+class Member(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where a rank of an attempt sits."""
+
+    rank: int
+    node: str
+    boot_id: str
+
+
+class AttemptFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What an ATTEMPT record names by hash: its world, the digests of a held source by rank, and versions in use."""
+
+    world: tuple[Member, ...]
+    held_digests: tuple[str, ...]
+    versions: dict[str, str]
