@@ -1,0 +1,64 @@
+# The one entrance. `make demo` and `make test` do all set-up on a fresh machine; `make help` lists the rest.
+
+SHELL := /bin/sh
+BIN := .venv/bin
+STAMP := .venv/.set-up
+PYTEST_ARGS ?=
+DEMO_ARGS ?=
+COG := NO_COLOR=1 TERM=dumb COLUMNS=100 cog -I docs
+export PATH := $(CURDIR)/$(BIN):$(PATH):/usr/sbin
+export OMP_NUM_THREADS ?= 1
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test lint types layers docs reference pytest test-long bench fmt wheel clean
+
+help: ## say what each target does
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+setup: $(STAMP) ## make .venv and install what is needed; quick when nothing has changed
+$(STAMP): pyproject.toml constraints.txt scripts/setup.sh
+	@scripts/setup.sh
+	@touch $@
+
+demo: $(STAMP) ## train on two nodes, kill one, restore from memory, compare bit for bit
+	ckpt demo $(DEMO_ARGS)
+
+test: lint types layers docs pytest ## everything that must pass before a change lands
+
+lint: $(STAMP) ## style and format of the code
+	ruff check .
+	ruff format --check .
+
+types: $(STAMP) ## mypy, strict
+	mypy
+
+layers: $(STAMP) ## who may import whom
+	lint-imports
+
+docs: $(STAMP) ## what pages take from the code is up to date, and all build without a warning
+	$(COG) --check docs/reference/*.md
+	sphinx-build -n -W -q -b html docs docs/_build/html
+
+pytest: $(STAMP) ## the tests alone; PYTEST_ARGS="tests/store -k log" for some of them
+	pytest -m "not long" $(PYTEST_ARGS)
+
+test-long: $(STAMP) ## what takes longer; goes on where it stopped, records its results in docs/results/
+	python scripts/test_long.py
+
+bench: $(STAMP) ## the four figures of the first benchmark, as ratios in one interleaved run
+	python benchmarks/first.py
+
+reference: $(STAMP) ## write what the pages in docs/reference take from the code
+	$(COG) -r docs/reference/*.md
+
+fmt: $(STAMP) ## put code and generated pages in order
+	ruff check --fix .
+	ruff format .
+	$(COG) -r docs/reference/*.md
+
+wheel: $(STAMP) ## build dist/*.whl
+	pip wheel --no-deps --no-build-isolation -q -w dist .
+
+clean: ## remove what was built, .venv included
+	rm -rf .venv build dist docs/_build .demo .test-long .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	find . -name __pycache__ -prune -exec rm -rf {} +
