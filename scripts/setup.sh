@@ -38,4 +38,4 @@ if [ ! -x .venv/bin/python ]; then
     "$python" -m venv .venv
 fi
 say "installing Python packages (a few minutes the first time)"
-.venv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[service,torch,dev]'
+.venv/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[service,torch,dev]'

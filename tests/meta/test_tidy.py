@@ -1,0 +1,92 @@
+"""Rules of the house that no linter knows, kept over the syntax trees of the code."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from tests.support.source import ROOT, all_files, dotted, shipped_files, tree_of
+
+UNPICKLING = ("pickle", "cPickle", "_pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve")
+RUNS_WHAT_IT_READS = ("torch.load", "yaml.load", "yaml.unsafe_load", "eval", "exec", "numpy.load", "np.load")
+COLLECTIVES_THAT_UNPICKLE = re.compile(r"\.(\w+_object(_list)?|send_object\w*|recv_object\w*)$")
+
+PROCESS_EDGES: dict[str, str] = {}
+"""``file::function`` -> why it may catch every exception: the edge of a process or thread, which logs and ends it."""
+
+
+def _imports(tree: ast.Module) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (name.name for name in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            yield node.module
+            yield from (f"{node.module}.{name.name}" for name in node.names)
+
+
+def _calls(tree: ast.Module) -> Iterator[str]:
+    return (dotted(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call))
+
+
+def _broad_handlers(path: Path) -> Iterator[str]:
+    """``file::function`` of each ``except`` that catches everything and doesn't raise it again."""
+    functions = [n for n in ast.walk(tree_of(path)) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
+    for function in functions:
+        for node in ast.walk(function):
+            if isinstance(node, ast.ExceptHandler) and _catches_all(node) and not _raises_again(node):
+                yield f"{path}::{function.name}"
+
+
+def _catches_all(handler: ast.ExceptHandler) -> bool:
+    kinds = handler.type.elts if isinstance(handler.type, ast.Tuple) else [handler.type]
+    return any(kind is None or dotted(kind) in {"Exception", "BaseException"} for kind in kinds)
+
+
+def _raises_again(handler: ast.ExceptHandler) -> bool:
+    last = handler.body[-1]
+    return isinstance(last, ast.Raise)
+
+
+def test_nothing_shipped_unpickles_or_runs_what_it_reads() -> None:
+    found = []
+    for path in shipped_files():
+        tree = tree_of(path)
+        found += [f"{path}: import {name}" for name in _imports(tree) if name.split(".")[0] in UNPICKLING]
+        found += [f"{path}: {name}()" for name in _calls(tree) if name in RUNS_WHAT_IT_READS]
+        found += [f"{path}: {name}()" for name in _calls(tree) if COLLECTIVES_THAT_UNPICKLE.search(name)]
+    assert found == []
+
+
+def test_no_mock_is_used_anywhere() -> None:
+    found = [f"{path}: {name}" for path in all_files() for name in _imports(tree_of(path)) if "mock" in name.split(".")]
+    assert found == []
+
+
+def test_only_process_edges_catch_every_exception() -> None:
+    found = {place for path in shipped_files() for place in _broad_handlers(path)}
+    assert found == set(PROCESS_EDGES), "name what can be caught, or enter the edge and its reason in PROCESS_EDGES"
+
+
+def test_each_open_task_in_the_code_names_its_issue() -> None:
+    marker = re.compile(r"\b(" + "|".join(("TO" + "DO", "FIX" + "ME", "XX" + "X")) + r")\b(?!\(#\d+\))")
+    found = [
+        f"{path}:{number}"
+        for path in all_files()
+        for number, line in enumerate((ROOT / path).read_text().splitlines(), start=1)
+        if marker.search(line)
+    ]
+    assert found == []
+
+
+def test_package_init_files_import_nothing_of_ours() -> None:
+    """Else ``toprope.store.names`` would load whatever its package gathers."""
+    found = [
+        f"{path}: {name}"
+        for path in shipped_files()
+        if path.name == "__init__.py" and "trainer_hooks" not in path.parts
+        for name in _imports(tree_of(path))
+        if name.startswith("toprope")
+    ]
+    assert found == []
