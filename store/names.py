@@ -13,6 +13,7 @@ from toprope.store.errors import UsageError
 Key = NewType("Key", str)
 
 _ID = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
+_PART = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,199}")
 _HEX = re.compile(r"[0-9a-f]{1,128}")
 
 
@@ -35,6 +36,20 @@ def checked_hex(value: str) -> str:
     if _HEX.fullmatch(value) is None:
         raise UsageError(f"{value!r} is not lower-case hexadecimal")
     return value
+
+
+def key_parts(key: str) -> tuple[str, ...]:
+    """Return the parts of a key, after a check that none of them can lead out of a directory.
+
+    Raises:
+        UsageError: a part is not a plain name (``a-z A-Z 0-9 . _ -``, not beginning with a dot), or is too long.
+    """
+    parts = tuple(key.split("/"))
+    if any(_PART.fullmatch(part) is None for part in parts):
+        raise UsageError(
+            f"{key[:200]!r} is not a key: its parts are 1 to 200 of a-z A-Z 0-9 . _ - and begin with no dot"
+        )
+    return parts
 
 
 def log_prefix(job: str) -> str:

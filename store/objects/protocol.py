@@ -15,12 +15,14 @@ class ObjectStore(Protocol):
         """Write a new object, durably and whole: when this returns, every reader sees it, after a power cut too.
 
         Raises:
-            AlreadyExistsError: the key has an object; it was not touched.
+            AlreadyExistsError: the key has an object, which a power cut will not take; it was not touched.
             UnavailableError: it may or may not have been written.
         """
 
     def read(self, key: Key, *, start: int = 0, length: int | None = None, uncached: bool = False) -> bytes:
-        """Return ``length`` bytes from ``start`` on, or all; ``uncached`` asks the medium and not a cache.
+        """Return ``length`` bytes from ``start`` on, or all.
+
+        ``uncached`` asks the medium and not a cache: what it returns is still there after a power cut.
 
         Raises:
             MissingObjectError: there is no such object.

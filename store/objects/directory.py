@@ -1,0 +1,247 @@
+"""A directory as an object store: each object a file under the root, put there by ``link``.
+
+``link`` either gives the file its final name, whole, or fails because the name is taken; there is no state between.
+The bytes are synced before the link and the directory after it, so what ``create`` reported survives a power cut.
+Paths are walked part by part from the root without following symbolic links. Names that begin with a dot are
+temporaries and no objects; a crash can leave one behind, and nothing ever reads it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import mmap
+import os
+import secrets
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+from toprope.store.errors import (
+    AlreadyExistsError,
+    CorruptObjectError,
+    MissingObjectError,
+    UnavailableError,
+    UsageError,
+)
+from toprope.store.names import Key, key_parts
+
+_WALK = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+_NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+_ALIGNMENT_BYTES = 4096
+_DIRECT_BYTES = 8 * 1024 * 1024
+
+
+class DirectoryStore:
+    """Objects as files under ``root``, which must exist."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self._synced: set[tuple[str, ...]] = set()
+
+    def __repr__(self) -> str:
+        return f"DirectoryStore({str(self.root)!r})"
+
+    def create(self, key: Key, body: bytes | memoryview) -> None:
+        """Write a new object, durably and whole."""
+        *parents, name = key_parts(key)
+        with self._translated(key), self._directory(tuple(parents), make=True) as directory:
+            temporary = f".tmp-{secrets.token_hex(8)}"
+            try:
+                _write_synced(temporary, body, directory=directory)
+                os.link(temporary, name, src_dir_fd=directory, dst_dir_fd=directory, follow_symlinks=False)
+            except FileExistsError:
+                os.fsync(directory)
+                raise AlreadyExistsError(f"{key}: exists already in {self.root}; it was not touched") from None
+            finally:
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(temporary, dir_fd=directory)
+            os.fsync(directory)
+
+    def read(self, key: Key, *, start: int = 0, length: int | None = None, uncached: bool = False) -> bytes:
+        """Return bytes of an object; ``uncached`` reads with O_DIRECT where the file system can."""
+        *parents, name = key_parts(key)
+        with self._translated(key), self._directory(tuple(parents)) as directory:
+            if uncached:
+                os.fsync(directory)
+            with _opened(name, directory) as file:
+                size = _regular_size(file, key)
+                wanted = max(0, size - start) if length is None else length
+                if start + wanted > size and wanted:
+                    raise CorruptObjectError(f"{key}: ends at byte {size}, expected at least {start + wanted}")
+                read = _read_direct if uncached and _set_direct(file) else _read_buffered
+                body = read(file, start, wanted)
+        if len(body) != wanted:
+            raise CorruptObjectError(f"{key}: ends at byte {start + len(body)}, expected at least {start + wanted}")
+        return body
+
+    def size(self, key: Key) -> int:
+        """Return the length of an object in bytes."""
+        *parents, name = key_parts(key)
+        with self._translated(key), self._directory(tuple(parents)) as directory, _opened(name, directory) as file:
+            return _regular_size(file, key)
+
+    def list(self, prefix: str) -> Iterator[Key]:
+        """Yield the keys that begin with ``prefix``, in order."""
+        parent = prefix.rpartition("/")[0]
+        start = key_parts(parent) if parent else ()
+        for key in self._walk(start):
+            if key.startswith(prefix):
+                yield key
+
+    def probe(self) -> None:
+        """Check that objects can be written once and only once here. Leaves nothing behind.
+
+        Raises:
+            UsageError: the directory can't be written, or its file system lacks ``link``.
+        """
+        try:
+            with self._directory(()) as root:
+                _probe_link(root)
+        except OSError as error:
+            raise UsageError(
+                f"store {self.root} can't be used: {os.strerror(error.errno or 0)}. "
+                "Give a directory that this user can write, on a file system with hard links"
+            ) from error
+
+    def _walk(self, parts: tuple[str, ...]) -> Iterator[Key]:
+        for name, is_directory in self._entries(parts):
+            if is_directory:
+                yield from self._walk((*parts, name))
+            else:
+                yield Key("/".join((*parts, name)))
+
+    def _entries(self, parts: tuple[str, ...]) -> tuple[tuple[str, bool], ...]:
+        """Return names with whether each is a directory, in the order of the keys under them."""
+        try:
+            with (
+                self._translated(Key("/".join(parts))),
+                self._directory(parts) as directory,
+                os.scandir(directory) as scan,
+            ):
+                found = [
+                    (entry.name, entry.is_dir(follow_symlinks=False))
+                    for entry in scan
+                    if not entry.name.startswith(".") and not entry.is_symlink()
+                ]
+        except MissingObjectError:
+            return ()
+        return tuple(sorted(found, key=lambda item: item[0] + "/" * item[1]))
+
+    @contextlib.contextmanager
+    def _directory(self, parts: tuple[str, ...], *, make: bool = False) -> Iterator[int]:
+        """Open the directory of these parts, making and syncing what is missing if asked to."""
+        try:
+            directory = os.open(self.root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except OSError as error:
+            raise UnavailableError(f"store {self.root} can't be reached: {os.strerror(error.errno or 0)}") from error
+        try:
+            for depth, part in enumerate(parts, 1):
+                if make and parts[:depth] not in self._synced:
+                    with contextlib.suppress(FileExistsError):
+                        os.mkdir(part, 0o777, dir_fd=directory)
+                    os.fsync(directory)
+                    self._synced.add(parts[:depth])
+                child = os.open(part, _WALK, dir_fd=directory)
+                os.close(directory)
+                directory = child
+            yield directory
+        finally:
+            os.close(directory)
+
+    @contextlib.contextmanager
+    def _translated(self, key: Key) -> Iterator[None]:
+        """Turn what the operating system says about ``key`` into our errors: the only place that does."""
+        try:
+            yield
+        except FileNotFoundError as error:
+            raise MissingObjectError(f"{key}: no such object in {self.root}") from error
+        except OSError as error:
+            if error.errno in {errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.ENXIO}:
+                raise CorruptObjectError(f"{key}: not a plain file in {self.root}; remove what lies there") from error
+            raise UnavailableError(f"{key}: {os.strerror(error.errno or 0)} in store {self.root}") from error
+
+
+@contextlib.contextmanager
+def _opened(name: str, directory: int) -> Iterator[int]:
+    file = os.open(name, _READ, dir_fd=directory)
+    try:
+        yield file
+    finally:
+        os.close(file)
+
+
+def _regular_size(file: int, key: Key) -> int:
+    status = os.fstat(file)
+    if not stat.S_ISREG(status.st_mode):
+        raise CorruptObjectError(f"{key}: not a plain file; remove what lies there")
+    return status.st_size
+
+
+def _write_synced(name: str, body: bytes | memoryview, *, directory: int) -> None:
+    file = os.open(name, _NEW, 0o666, dir_fd=directory)
+    try:
+        with memoryview(body) as whole, whole.cast("B") as view:
+            written = 0
+            while written < len(view):
+                written += os.write(file, view[written : written + _DIRECT_BYTES])
+        os.fsync(file)
+    finally:
+        os.close(file)
+
+
+def _read_buffered(file: int, start: int, length: int) -> bytes:
+    body = bytearray(length)
+    with memoryview(body) as view:
+        done = 0
+        while done < length and (count := os.preadv(file, [view[done:]], start + done)):
+            done += count
+    return bytes(body[:done])
+
+
+def _set_direct(file: int) -> bool:
+    """Turn the page cache off for this descriptor; where that is refused, drop the file's pages from it."""
+    try:
+        fcntl.fcntl(file, fcntl.F_SETFL, fcntl.fcntl(file, fcntl.F_GETFL) | os.O_DIRECT)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+        return False
+    return True
+
+
+def _read_direct(file: int, start: int, length: int) -> bytes:
+    """Read through a page-aligned buffer at aligned offsets, as O_DIRECT wants it."""
+    body = bytearray()
+    at = start - start % _ALIGNMENT_BYTES
+    skip = start - at
+    span = -(-(skip + length) // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+    with mmap.mmap(-1, max(_ALIGNMENT_BYTES, min(span, _DIRECT_BYTES))) as buffer:
+        while len(body) < length and (count := os.preadv(file, [buffer], at)):
+            body += buffer[skip : min(count, skip + length - len(body))]
+            at += count
+            skip = 0
+            if count % _ALIGNMENT_BYTES:
+                break  # the end of the file
+    return bytes(body)
+
+
+def _probe_link(root: int) -> None:
+    first, second = (f".probe-{secrets.token_hex(8)}" for _ in range(2))
+    try:
+        _write_synced(first, b"probe", directory=root)
+        os.link(first, second, src_dir_fd=root, dst_dir_fd=root, follow_symlinks=False)
+        try:
+            os.link(first, second, src_dir_fd=root, dst_dir_fd=root, follow_symlinks=False)
+        except FileExistsError:
+            pass
+        else:
+            raise OSError(errno.ENOTSUP, "link replaced a file")
+        os.fsync(root)
+    finally:
+        for name in (first, second):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(name, dir_fd=root)

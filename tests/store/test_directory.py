@@ -1,0 +1,231 @@
+"""The directory store: the contract, and what only files can get wrong."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from toprope.store.conformance import ObjectStoreContract
+from toprope.store.digest import CHUNK_BYTES, digest, digest_of_file, digest_of_object
+from toprope.store.errors import (
+    AlreadyExistsError,
+    CorruptObjectError,
+    MissingObjectError,
+    UnavailableError,
+    UsageError,
+)
+from toprope.store.names import Key, key_parts
+from toprope.store.objects.directory import DirectoryStore
+from toprope.store.objects.opening import open_store
+from toprope.store.objects.protocol import ObjectStore
+
+KEY = Key("job/log/0.json")
+
+
+class TestDirectoryStore(ObjectStoreContract):
+    def make(self, tmp_path: Path) -> ObjectStore:
+        return DirectoryStore(tmp_path)
+
+
+class TestDirectoryStoreOnTmpfs(ObjectStoreContract):
+    @pytest.fixture
+    def tmp_path(self, memory_dir: Path) -> Path:
+        return memory_dir
+
+    def make(self, tmp_path: Path) -> ObjectStore:
+        return DirectoryStore(tmp_path)
+
+
+def _names_in(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
+class Recorder:
+    """Writes down which system calls of ``os`` the store makes, in order."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
+        self.calls: list[str] = []
+        for name in names:
+            monkeypatch.setattr(os, name, self._recorded(name, getattr(os, name)))
+
+    def _recorded(self, name: str, function: Callable[..., object]) -> Callable[..., object]:
+        def call(*args: object, **kwargs: object) -> object:
+            if name == "fsync":
+                kind = "directory" if Path(f"/proc/self/fd/{args[0]}").is_dir() else "file"
+                self.calls.append(f"fsync {kind}")
+            else:
+                self.calls.append(name)
+            return function(*args, **kwargs)
+
+        return call
+
+
+def test_create_syncs_the_file_before_the_link_and_the_directory_after_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = DirectoryStore(tmp_path)
+    store.create(KEY, b"makes the directories")
+    recorder = Recorder(monkeypatch, "fsync", "link")
+    store.create(Key("job/log/1.json"), b"x")
+    assert recorder.calls == ["fsync file", "link", "fsync directory"]
+
+
+def test_new_directories_are_synced_into_their_parents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder = Recorder(monkeypatch, "fsync", "link", "mkdir")
+    DirectoryStore(tmp_path).create(KEY, b"x")
+    made = ["mkdir", "fsync directory"]
+    assert recorder.calls == [*made, *made, "fsync file", "link", "fsync directory"]
+
+
+def test_a_loser_and_an_uncached_reader_sync_the_directory_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = DirectoryStore(tmp_path)
+    store.create(KEY, b"x")
+    recorder = Recorder(monkeypatch, "fsync")
+    with pytest.raises(AlreadyExistsError):
+        store.create(KEY, b"y")
+    assert recorder.calls == ["fsync file", "fsync directory"]
+    store.read(KEY, uncached=True)
+    assert recorder.calls == ["fsync file", "fsync directory", "fsync directory"]
+
+
+@pytest.mark.parametrize("call", ["write", "fsync", "link"])
+def test_a_write_that_fails_leaves_no_object_and_no_temporary(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    store = DirectoryStore(tmp_path)
+    store.create(KEY, b"makes the directories")
+
+    def fail(*_: object, **__: object) -> object:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, call, fail)
+        with pytest.raises(UnavailableError, match=r"job/log/1.json: No space left on device"):
+            store.create(Key("job/log/1.json"), b"x")
+    assert _names_in(tmp_path / "job" / "log") == ["0.json"]
+
+
+def test_temporaries_are_no_objects(tmp_path: Path) -> None:
+    store = DirectoryStore(tmp_path)
+    store.create(KEY, b"x")
+    (tmp_path / "job" / "log" / ".tmp-00").write_bytes(b"left by a crash")
+    assert list(store.list("")) == [KEY]
+
+
+@pytest.mark.parametrize(
+    "key", ["", "/etc/passwd", "a/../b", "..", "a//b", "a/.tmp-1", "a/\0", "a/%2e", "a\n", "a" * 201]
+)
+def test_a_key_that_could_lead_out_is_refused(tmp_path: Path, key: str) -> None:
+    store = DirectoryStore(tmp_path)
+    for use in (lambda: store.create(Key(key), b""), lambda: store.read(Key(key)), lambda: store.size(Key(key))):
+        with pytest.raises(UsageError, match="is not a key"):
+            use()
+    assert _names_in(tmp_path) == []
+
+
+def test_the_parts_of_a_key() -> None:
+    assert key_parts("a/b.c/-d_E") == ("a", "b.c", "-d_E")
+
+
+def test_symbolic_links_are_not_followed(tmp_path: Path) -> None:
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "secret").write_bytes(b"secret")
+    root = tmp_path / "root"
+    (root / "job").mkdir(parents=True)
+    (root / "job" / "shards").symlink_to(outside)
+    (root / "job" / "secret").symlink_to(outside / "secret")
+    store = DirectoryStore(root)
+    for key in ("job/shards/secret", "job/secret"):
+        with pytest.raises(CorruptObjectError, match="not a plain file"):
+            store.read(Key(key))
+    with pytest.raises(CorruptObjectError):
+        store.create(Key("job/shards/new"), b"")
+    with pytest.raises(AlreadyExistsError):
+        store.create(Key("job/secret"), b"overwritten")
+    assert list(store.list("")) == []
+    assert _names_in(outside) == ["secret"]
+    assert (outside / "secret").read_bytes() == b"secret"
+
+
+def test_what_is_no_plain_file_is_no_object(tmp_path: Path) -> None:
+    (tmp_path / "job" / "directory").mkdir(parents=True)
+    os.mkfifo(tmp_path / "job" / "pipe")
+    store = DirectoryStore(tmp_path)
+    for key in ("job/directory", "job/pipe"):
+        with pytest.raises(CorruptObjectError, match="not a plain file"):
+            store.read(Key(key))
+
+
+def test_a_root_that_is_gone_is_unavailable_and_not_empty(tmp_path: Path) -> None:
+    store = DirectoryStore(tmp_path / "gone")
+    for use in (
+        lambda: store.read(KEY),
+        lambda: store.create(KEY, b""),
+        lambda: store.size(KEY),
+        lambda: list(store.list("")),
+    ):
+        with pytest.raises(UnavailableError, match="gone"):
+            use()
+    assert not (tmp_path / "gone").exists()
+
+
+def test_a_store_is_opened_by_path_or_file_url(tmp_path: Path) -> None:
+    made = tmp_path / "a store"
+    open_store(str(made), write=True).create(KEY, b"x")
+    assert open_store(str(made)).read(KEY) == b"x"
+    assert open_store(f"file://{str(made).replace(' ', '%20')}").read(KEY) == b"x"
+    assert _names_in(made) == ["job"]
+
+
+def test_a_missing_root_is_unavailable_to_readers_and_usage_to_writers(tmp_path: Path) -> None:
+    with pytest.raises(UnavailableError, match="nowhere"):
+        open_store(str(tmp_path / "nowhere"))
+    with pytest.raises(UsageError, match="nowhere/store"):
+        open_store(str(tmp_path / "nowhere" / "store"), write=True)
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(UnavailableError, match="not a directory"):
+        open_store(str(tmp_path / "file"))
+
+
+@pytest.mark.parametrize("root", ["s3://bucket/prefix", "http://x/", "", "file:relative", "a\0b", "file://host/x"])
+def test_a_store_that_this_version_does_not_know_is_refused(root: str) -> None:
+    with pytest.raises(UsageError, match="is not usable"):
+        open_store(root, write=True)
+
+
+@pytest.mark.parametrize("code", [errno.EPERM, errno.EOPNOTSUPP, errno.EROFS])
+def test_a_file_system_without_link_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+    def fail(*_: object, **__: object) -> object:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "link", fail)
+    with pytest.raises(UsageError, match="hard links"):
+        open_store(str(tmp_path), write=True)
+    assert _names_in(tmp_path) == []
+
+
+def test_a_link_that_replaces_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "link", lambda *_, **__: None)
+    with pytest.raises(UsageError):
+        open_store(str(tmp_path), write=True)
+
+
+def test_digests_of_the_same_bytes_are_equal_however_they_are_read(tmp_path: Path) -> None:
+    body = os.urandom(CHUNK_BYTES) + b"odd tail"
+    store = DirectoryStore(tmp_path)
+    store.create(KEY, body)
+    expected = digest(body)
+    assert digest(memoryview(bytearray(body))) == expected
+    assert digest_of_file(tmp_path / KEY) == expected
+    assert digest_of_object(store, KEY) == expected
+    assert digest_of_object(store, KEY, uncached=True) == expected
+    assert digest(b"") == "99aa06d3014798d86001c324468d497f"
+    with pytest.raises(MissingObjectError):
+        digest_of_object(store, Key("job/none"))
