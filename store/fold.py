@@ -1,0 +1,341 @@
+"""What the records of a job log add up to: one pure fold, used by every writer, every reader and the test oracle.
+
+``violation`` holds the rules of legality; a record that breaks one is never skipped, whoever reads it stops.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import assert_never
+
+from toprope.store.records import FORMAT, Attempt, Elected, Job, Pin, Ready, Record, Retire, Taint, Unpin
+
+_HEX = re.compile(r"[0-9a-f]{8,128}")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobState:
+    """The fold of the first ``n`` records.
+
+    ``head`` is the newest READY on the lineage of the current attempt, or None; a READY's name is its ``seq``, the
+    number of its record. ``last_step`` is the step that the next READY must pass. ``struck`` holds the sources,
+    as (attempt uid, step), that were tried and failed.
+    """
+
+    job: str
+    n: int = 0
+    tail_sha256: str = ""
+    job_uid: str = ""
+    spec_sha256: str | None = None
+    term: int = 0
+    writer_id: str = ""
+    attempts: tuple[Attempt, ...] = ()
+    last_step: int = 0
+    head: int | None = None
+    readies: Mapping[int, Ready] = field(default_factory=dict)
+    retired: frozenset[int] = frozenset()
+    pins: frozenset[int] = frozenset()
+    taints: tuple[Taint, ...] = ()
+    struck: frozenset[tuple[str, int]] = frozenset()
+
+    @property
+    def attempt(self) -> Attempt | None:
+        """The current attempt, or None before the first."""
+        return self.attempts[-1] if self.attempts else None
+
+    @property
+    def attempt_number(self) -> int:
+        """The number of the current attempt, 0 before the first."""
+        return len(self.attempts)
+
+    @property
+    def live(self) -> tuple[int, ...]:
+        """The READYs that are not retired, oldest first."""
+        return tuple(seq for seq in self.readies if seq not in self.retired)
+
+    def attempt_of(self, *, launch_id: str, round_number: int) -> Attempt | None:
+        """Return the attempt that this round of this launch was given, if it was."""
+        matching = (one for one in self.attempts if (one.launch_id, one.round) == (launch_id, round_number))
+        return next(matching, None)
+
+    def is_tainted(self, *, attempt: int, step: int) -> bool:
+        """Return whether this step of this attempt is not to be trusted."""
+        return any(taint.attempt == attempt and _covers(taint, step) for taint in self.taints)
+
+    def ready_lineage(self) -> Iterator[tuple[int, Ready]]:
+        """Yield the READYs from head up the parents, newest first, retired and tainted ones included."""
+        seq = self.head
+        while seq is not None:
+            yield seq, self.readies[seq]
+            seq = self.readies[seq].parent
+
+    def restorable(self) -> tuple[tuple[int, Ready], ...]:
+        """Return the READYs that a restore may use, newest first: of the lineage, live and untainted."""
+        return tuple(
+            (seq, ready)
+            for seq, ready in self.ready_lineage()
+            if seq not in self.retired and not self.is_tainted(attempt=ready.attempt, step=ready.step)
+        )
+
+    def source_of(self, attempt: Attempt) -> tuple[str, int] | None:
+        """Return (attempt uid, step) of the snapshot that an attempt began with, or None for a fresh start."""
+        if attempt.held is not None:
+            return attempt.held.attempt_uid, attempt.held.step
+        if attempt.ready is not None:
+            return self.readies[attempt.ready].attempt_uid, attempt.from_step
+        return None
+
+    def is_on_lineage(self, *, attempt_uid: str, step: int) -> bool:
+        """Return whether that snapshot was written by the current attempt or by what it descends from."""
+        by_uid = {attempt.uid: attempt for attempt in self.attempts}
+        current, limit = self.attempt, None
+        while current is not None:
+            if current.uid == attempt_uid:
+                return current.from_step < step and (limit is None or step <= limit)
+            source = self.source_of(current)
+            current, limit = (by_uid[source[0]], source[1]) if source else (None, None)
+        return False
+
+
+def fold(state: JobState, record: Record, *, record_sha256: str) -> JobState:
+    """Return the state after ``record``, of which ``violation`` has said that it is legal.
+
+    ``record_sha256`` is that of its bytes.
+    """
+    after = replace(state, n=state.n + 1, tail_sha256=record_sha256)
+    match record:
+        case Job():
+            after = replace(after, job_uid=record.uid, spec_sha256=record.spec_sha256)
+        case Elected():
+            after = replace(after, term=record.term, writer_id=record.writer_id)
+        case Attempt():
+            after = replace(
+                after,
+                attempts=(*state.attempts, record),
+                last_step=record.from_step,
+                head=_head_of(state, record),
+                struck=state.struck | {(one.attempt_uid, one.step) for one in record.struck},
+            )
+        case Ready():
+            after = replace(after, last_step=record.step, head=state.n, readies={**state.readies, state.n: record})
+        case Taint():
+            after = replace(after, taints=(*state.taints, record))
+        case Pin():
+            after = replace(after, pins=state.pins | {record.seq})
+        case Unpin():
+            after = replace(after, pins=state.pins - {record.seq})
+        case Retire():
+            after = replace(after, retired=state.retired | set(record.seqs))
+        case _:
+            assert_never(record)
+    return after
+
+
+def violation(state: JobState, record: Record) -> str | None:  # noqa: PLR0911 - one line per kind of record
+    """Return which rule ``record`` would break as number ``state.n``, or None if it is legal."""
+    if why := _broken_by_any(state, record):
+        return why
+    match record:
+        case Job():
+            return _broken_by_job(state, record)
+        case Elected():
+            return None
+        case Attempt():
+            return _broken_by_attempt(state, record)
+        case Ready():
+            return _broken_by_ready(state, record)
+        case Taint():
+            return _broken_by_taint(state, record)
+        case Pin():
+            return None if record.seq in state.live else f"it pins {record.seq}, which is no live READY"
+        case Unpin():
+            return None if record.seq in state.pins else f"it unpins {record.seq}, which is not pinned"
+        case Retire():
+            return _broken_by_retire(state, record)
+        case _:
+            assert_never(record)
+
+
+def _first(*checks: tuple[bool, str]) -> str | None:
+    """Return the text of the first check that failed."""
+    return next((text for holds, text in checks if not holds), None)
+
+
+def _broken_by_any(state: JobState, record: Record) -> str | None:
+    if _HEX.fullmatch(record.nonce) is None:
+        return "its nonce is not lower-case hexadecimal of at least 8 digits"
+    if record.prev != state.tail_sha256:
+        return (
+            f"prev is {record.prev or 'empty'}, expected {state.tail_sha256 or 'empty'}: the record before is another"
+        )
+    if state.n == 0:
+        return _first((isinstance(record, Job), "a log begins with JOB"), (record.term == 0, "its term is not 0"))
+    if isinstance(record, Elected):
+        return _first(
+            (record.term == state.term + 1, f"term {record.term} is elected after term {state.term}"),
+            (bool(record.writer_id), "it has no writer_id"),
+        )
+    return _first(
+        (record.term > 0, "nobody has been elected yet"),
+        (record.term == state.term, f"it is of term {record.term}, but the current term is {state.term}"),
+        (record.writer_id == state.writer_id, f"{record.writer_id!r} wrote it; {state.writer_id!r} was elected"),
+    )
+
+
+def _broken_by_job(state: JobState, record: Job) -> str | None:
+    shape = _first(
+        (record.format == FORMAT, f"format {record.format}; this version reads format {FORMAT}"),
+        (record.name == state.job, f"it names job {record.name!r} in the log of {state.job!r}"),
+        (_HEX.fullmatch(record.uid) is not None, "its uid is not lower-case hexadecimal"),
+    )
+    if shape or state.n == 0:
+        return shape or _first((record.spec_sha256 is None, "record 0 sets no spec"))
+    return _first(
+        (record.uid == state.job_uid, f"it is of job uid {record.uid}, not {state.job_uid}"),
+        (state.spec_sha256 is None, "the spec is set already"),
+        (record.spec_sha256 is not None and _SHA256.fullmatch(record.spec_sha256) is not None, "it sets no spec"),
+    )
+
+
+def _broken_by_attempt(state: JobState, record: Attempt) -> str | None:
+    expected = state.attempt_number + 1
+    shape = _first(
+        (record.attempt == expected, f"attempt {record.attempt}, expected {expected}"),
+        (_HEX.fullmatch(record.uid) is not None, "its uid is not lower-case hexadecimal"),
+        (all(record.uid != one.uid for one in state.attempts), f"uid {record.uid} belongs to another attempt"),
+        (record.world_size > 0, f"a world of {record.world_size} ranks"),
+        (record.round >= 0, f"round {record.round}"),
+        (
+            state.attempt_of(launch_id=record.launch_id, round_number=record.round) is None,
+            f"round {record.round} of launch {record.launch_id} has an attempt already",
+        ),
+        (state.spec_sha256 is not None, "no spec has been set"),
+        (record.spec_sha256 == state.spec_sha256, "its spec is not the job's"),
+        (_SHA256.fullmatch(record.facts_sha256) is not None, "it names no facts"),
+    )
+    return shape or _broken_by_source(state, record)
+
+
+def _broken_by_source(state: JobState, record: Attempt) -> str | None:
+    if record.held is not None and record.ready is not None:
+        return "it has two sources"
+    struck = state.struck | {(one.attempt_uid, one.step) for one in record.struck}
+    if record.held is not None:
+        return _broken_by_held(state, record, struck)
+    if record.ready is not None:
+        return _broken_by_ready_source(state, record, struck)
+    return _first(
+        (record.from_step == 0, f"a fresh start from step {record.from_step}"),
+        (not state.readies, "a fresh start although there are READY checkpoints"),
+    )
+
+
+def _broken_by_held(state: JobState, record: Attempt, struck: frozenset[tuple[str, int]]) -> str | None:
+    held = record.held
+    assert held is not None
+    number = next((one.attempt for one in state.attempts if one.uid == held.attempt_uid), None)
+    if number is None:
+        return f"its source is of attempt uid {held.attempt_uid}, which is unknown"
+    source = f"its source, step {held.step} of attempt {number},"
+    return _first(
+        (held.step == record.from_step, f"from_step {record.from_step} is not that of its source, {held.step}"),
+        (
+            state.is_on_lineage(attempt_uid=held.attempt_uid, step=held.step),
+            f"{source} is not on the lineage of attempt {state.attempt_number}",
+        ),
+        (not state.is_tainted(attempt=number, step=held.step), f"{source} is tainted"),
+        ((held.attempt_uid, held.step) not in struck, f"{source} has been struck off"),
+    )
+
+
+def _broken_by_ready_source(state: JobState, record: Attempt, struck: frozenset[tuple[str, int]]) -> str | None:
+    seq = record.ready
+    ready = dict(state.ready_lineage()).get(-1 if seq is None else seq)
+    if ready is None:
+        return f"its source {seq} is neither head nor an ancestor of it"
+    return _first(
+        (ready.step == record.from_step, f"from_step {record.from_step} is not that of READY {seq}, {ready.step}"),
+        (seq not in state.retired, f"its source {seq} is retired"),
+        (not state.is_tainted(attempt=ready.attempt, step=ready.step), f"its source {seq} is tainted"),
+        ((ready.attempt_uid, ready.step) not in struck, f"its source {seq} has been struck off"),
+    )
+
+
+def _broken_by_ready(state: JobState, record: Ready) -> str | None:
+    current = state.attempt
+    if current is None:
+        return "READY before any attempt"
+    ended = any(taint.attempt == record.attempt and taint.to_step is None for taint in state.taints)
+    return _first(
+        (record.attempt == current.attempt, f"it is of attempt {record.attempt}; the current is {current.attempt}"),
+        (record.attempt_uid == current.uid, f"it is of attempt uid {record.attempt_uid}, not {current.uid}"),
+        (record.step > state.last_step, f"step {record.step} is not past step {state.last_step}"),
+        (record.parent == state.head, f"its parent is {record.parent}, but head is {state.head}"),
+        (not ended, f"a taint ended attempt {record.attempt}"),
+        (not state.is_tainted(attempt=record.attempt, step=record.step), f"step {record.step} is tainted"),
+        (_SHA256.fullmatch(record.manifest_sha256) is not None, "it names no manifest"),
+        (record.bytes >= 0, f"{record.bytes} bytes"),
+    )
+
+
+def _broken_by_taint(state: JobState, record: Taint) -> str | None:
+    return _first(
+        (1 <= record.attempt <= state.attempt_number, f"it taints attempt {record.attempt}, which does not exist"),
+        (record.from_step >= 0, f"it taints from step {record.from_step}"),
+        (record.to_step is None or record.to_step >= record.from_step, "its range is empty"),
+    )
+
+
+def _broken_by_retire(state: JobState, record: Retire) -> str | None:
+    if not record.seqs or len(set(record.seqs)) != len(record.seqs):
+        return "it retires nothing, or one READY twice"
+    needed = _needed(state)
+    live = set(state.live)
+    for seq in record.seqs:
+        if seq not in live:
+            return f"it retires {seq}, which is no live READY"
+        if seq in needed:
+            return f"it retires {seq}, which is {needed[seq]}"
+    return None
+
+
+def _needed(state: JobState) -> dict[int, str]:
+    """Return the READYs that may not be retired, each with the reason."""
+    needed = dict.fromkeys(state.pins, "pinned")
+    untainted = (
+        seq
+        for seq in reversed(state.live)
+        if not state.is_tainted(attempt=state.readies[seq].attempt, step=state.readies[seq].step)
+    )
+    if (newest := next(untainted, None)) is not None:
+        needed[newest] = "the newest untainted READY"
+    if state.attempt is not None and state.attempt.ready is not None:
+        needed[state.attempt.ready] = "the source of the current attempt"
+    if state.head is not None:
+        parent = state.readies[state.head].parent
+        if parent is not None:
+            needed[parent] = "the parent of head"
+        needed[state.head] = "head"
+    return needed
+
+
+def _head_of(state: JobState, record: Attempt) -> int | None:
+    """Return the head after an attempt opened: its READY source, or the newest READY that its held source follows."""
+    if record.held is None:
+        return record.ready
+    lineage = state.ready_lineage()
+    return next((seq for seq, ready in lineage if _precedes(state, ready, record)), None)
+
+
+def _precedes(state: JobState, ready: Ready, record: Attempt) -> bool:
+    held = record.held
+    assert held is not None
+    number = next(one.attempt for one in state.attempts if one.uid == held.attempt_uid)
+    return ready.attempt <= number and ready.step <= record.from_step
+
+
+def _covers(taint: Taint, step: int) -> bool:
+    return taint.from_step <= step and (taint.to_step is None or step <= taint.to_step)
