@@ -5,7 +5,7 @@ BIN := .venv/bin
 STAMP := .venv/.set-up
 PYTEST_ARGS ?=
 DEMO_ARGS ?=
-COG := NO_COLOR=1 TERM=dumb COLUMNS=100 cog -I docs
+COG := NO_COLOR=1 TERM=dumb COLUMNS=100 cog -P -I docs
 export PATH := $(CURDIR)/$(BIN):$(PATH):/usr/sbin
 export OMP_NUM_THREADS ?= 1
 
@@ -36,7 +36,7 @@ layers: $(STAMP) ## who may import whom
 	lint-imports
 
 docs: $(STAMP) ## what pages take from the code is up to date, and all build without a warning
-	$(COG) --check docs/reference/*.md
+	$(COG) --check docs/reference/*.md docs/results/faults.md
 	sphinx-build -n -W -q -b html docs docs/_build/html
 
 pytest: $(STAMP) ## the tests alone; PYTEST_ARGS="tests/store -k log" for some of them
@@ -49,12 +49,12 @@ bench: $(STAMP) ## the four figures of the first benchmark, as ratios in one int
 	python benchmarks/first.py
 
 reference: $(STAMP) ## write what the pages in docs/reference take from the code
-	$(COG) -r docs/reference/*.md
+	$(COG) -r docs/reference/*.md docs/results/faults.md
 
 fmt: $(STAMP) ## put code and generated pages in order
 	ruff check --fix .
 	ruff format .
-	$(COG) -r docs/reference/*.md
+	$(COG) -r docs/reference/*.md docs/results/faults.md
 
 wheel: $(STAMP) ## build dist/*.whl
 	pip wheel --no-deps --no-build-isolation -q -w dist .
