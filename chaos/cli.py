@@ -1,0 +1,72 @@
+"""``ckpt demo``: the one command that shows what Toprope is for."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+from rich.console import Console
+
+from toprope.chaos import demo as the_demo
+from toprope.chaos.live.processes import LiveError
+from toprope.chaos.progress import Progress
+from toprope.chaos.report import render
+from toprope.store.errors import CkptError, UsageError
+
+app = typer.Typer(add_completion=False, rich_markup_mode=None)
+_STEPS_MIN = 12
+
+
+class DemoError(CkptError):
+    """The demo could not be carried through; the message says where it stopped."""
+
+
+@app.callback()
+def programs() -> None:
+    """Break things on purpose and judge the result."""
+
+
+@app.command()
+def demo(
+    *,
+    json: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write the report as JSON to this file too.")
+    ] = None,
+    keep: Annotated[Path | None, typer.Option(metavar="DIR", help="Leave everything in this new directory.")] = None,
+    spoil: Annotated[str, typer.Option(metavar="rng|weights", help="Make the restore wrong: must end in 'no'.")] = "",
+    steps: Annotated[int, typer.Option(help="Steps to train.")] = 60,
+    seed: Annotated[int, typer.Option(help="Draws data order, initial weights and the step of the kill.")] = 1,
+) -> None:
+    """Train on two nodes, kill one in the middle, go on, and compare with an uninterrupted run.
+
+    Exit status 0 only when the two runs are bit-identical.
+    """
+    if spoil not in ("", "rng", "weights"):
+        raise UsageError(f"--spoil {spoil!r}: give rng or weights")
+    if steps < _STEPS_MIN:
+        raise UsageError(f"--steps {steps}: give {_STEPS_MIN} or more, to have a middle to kill in")
+    if keep is not None and keep.exists() and any(keep.iterdir()):
+        raise UsageError(f"--keep {keep}: give a directory that is new or empty")
+    plan = the_demo.Plan(steps=steps, seed=seed, spoil=spoil)
+    if keep is not None:
+        good = _run(plan, keep.absolute(), json)
+    else:
+        with tempfile.TemporaryDirectory(prefix="toprope-demo-") as directory:
+            good = _run(plan, Path(directory), json)
+    raise typer.Exit(0 if good else 1)
+
+
+def _run(plan: the_demo.Plan, directory: Path, json: Path | None) -> bool:
+    console = Console(stderr=True)
+    try:
+        with Progress(console) as progress:
+            report = the_demo.run(plan, directory, progress)
+    except LiveError as error:
+        raise DemoError(f"the demo stopped: {error}") from error
+    if json is not None:
+        json.write_bytes(msgspec.json.format(msgspec.json.encode(report)) + b"\n")
+    render(report, Console())
+    return report.good

@@ -1,0 +1,252 @@
+"""The demo: a training job loses a node in the middle and goes on, bit for bit as if nothing had happened."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+import msgspec
+
+from toprope.chaos.journal import Event, Final, JournalReader, read_finals
+from toprope.chaos.live.cluster import Cadences, Cluster
+from toprope.chaos.live.processes import Killed, LiveError, Process, become_subreaper
+from toprope.chaos.live.training import Training, example_script, start_agent, start_alone, start_rendezvous
+from toprope.chaos.progress import Progress
+from toprope.chaos.report import Evidence, KilledProcess, Member, Report, build
+from toprope.coordinator.wire import AttemptView, Desired
+from toprope.store.names import log_prefix
+from toprope.store.records import Record
+
+JOB = "demo"
+NODES = ("a", "b")
+RANKS = 2
+WORLD = len(NODES) * RANKS
+VICTIM = "b"
+_POLL_S = 0.01
+_TRAIN_TIMEOUT_S = 150.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What the demo does. ``kill_step``: the node is killed as soon as a rank has ended this step."""
+
+    steps: int
+    seed: int
+    every: int = 4
+    step_delay_s: float = 0.1
+    spoil: str = ""
+
+    @property
+    def kill_step(self) -> int:
+        """A step in the middle third, drawn from the seed."""
+        return random.Random(self.seed).randint(self.steps // 3, 2 * self.steps // 3)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Blow:
+    """The kill: what was true just before it, and what it killed."""
+
+    at_s: float
+    at_utc: str
+    took_s: float
+    killed: list[Killed]
+    before: Desired
+    boot_id: str
+
+
+def run(plan: Plan, directory: Path, progress: Progress) -> Report:
+    """Run the job with the loss of a node, run it again without, and return the report.
+
+    Raises:
+        LiveError: a process died that should not have, or something took far too long.
+    """
+    become_subreaper()
+    evidence = _run_with_loss(plan, directory, progress)
+    evidence = msgspec.structs.replace(evidence, reference=_run_without_loss(plan, directory, progress))
+    return build(evidence)
+
+
+def _run_with_loss(plan: Plan, directory: Path, progress: Progress) -> Evidence:
+    out = directory / "run"
+    reader = JournalReader(out)
+    with Cluster(directory=directory, job=JOB, cadences=_cadences(plan)) as cluster:
+        progress.say("starting broker, coordinator, sidecars of nodes a and b, rendezvous store")
+        cluster.start_broker()
+        cluster.start_coordinator()
+        for name in NODES:
+            cluster.start_sidecar(name)
+        rendezvous, port = start_rendezvous(cluster)
+        try:
+            progress.say(f"starting torchrun on both nodes, {RANKS} ranks each; {plan.steps} steps to train")
+            training = _training(plan, out)
+            agents = [start_agent(cluster, cluster.nodes[name], training, rendezvous_port=port) for name in NODES]
+            watch = _Watch(cluster, reader, progress, steps=plan.steps)
+            watch.until(lambda: reader.newest_step() >= plan.kill_step, what=f"step {plan.kill_step}", alive=agents)
+            blow = _strike(cluster, progress, step=plan.kill_step)
+            node = cluster.start_sidecar(VICTIM)
+            progress.say(f"a fresh node takes the place of {VICTIM}: boot id {node.boot_id[:12]}")
+            start_agent(cluster, node, training, rendezvous_port=port)
+            agents = [agent for node in cluster.nodes.values() if (agent := node.agent) is not None]
+            watch.until(lambda: _ended(reader.events) == WORLD, what="the last step", alive=agents)
+            for agent in agents:
+                agent.wait(30)
+            after = _attempt(cluster)
+            boot_id_new = node.boot_id
+        finally:
+            rendezvous.stop()
+    progress.say("trained to the end; services stopped")
+    return _evidence(plan, blow, after=after, boot_id_new=boot_id_new, events=reader.events, directory=directory)
+
+
+def _run_without_loss(plan: Plan, directory: Path, progress: Progress) -> tuple[Final, ...]:
+    progress.say("the same training again, uninterrupted and without Toprope, to compare with")
+    out = directory / "reference"
+    agent = start_alone(_training(plan, out, hooks=False), log=directory / "logs" / "reference.log")
+    reader = JournalReader(out)
+    try:
+        watch = _Watch(None, reader, progress, steps=plan.steps)
+        watch.until(lambda: _ended(reader.events) == WORLD, what="the end of the reference run", alive=[agent])
+        agent.wait(30)
+    finally:
+        if agent.status() is None:
+            agent.stop()
+    return read_finals(out)
+
+
+def _cadences(plan: Plan) -> Cadences:
+    return Cadences(every=plan.every, local_every=2 * plan.every, object_every=2 * plan.every)
+
+
+def _training(plan: Plan, out: Path, *, hooks: bool = True) -> Training:
+    arguments = ["--job", JOB, "--out", str(out), "--steps", str(plan.steps), "--seed", str(plan.seed)]
+    arguments += ["--step-delay", str(plan.step_delay_s if hooks else 0)]
+    spoiled = ("-m", "toprope.chaos.spoil", plan.spoil) if plan.spoil and hooks else ()
+    return Training(
+        script=example_script(),
+        arguments=tuple(arguments if hooks else [*arguments, "--no-hooks"]),
+        nodes=len(NODES),
+        ranks=RANKS,
+        runner=spoiled,
+    )
+
+
+def _strike(cluster: Cluster, progress: Progress, *, step: int) -> _Blow:
+    before = cluster.desired()
+    if before is None or before.attempt is None:
+        raise LiveError("the coordinator knows of no attempt although its ranks train")
+    boot_id = cluster.nodes[VICTIM].boot_id
+    at_utc = datetime.now(UTC).strftime("%H:%M:%S.%f")[:-3] + " UTC"
+    at_s = time.monotonic()
+    killed = cluster.kill_node(VICTIM)
+    took_s = time.monotonic() - at_s
+    progress.say(f"step {step}: killed node {VICTIM} ({len(killed)} processes), erased its memory and disk", alarm=True)
+    return _Blow(at_s=at_s, at_utc=at_utc, took_s=took_s, killed=killed, before=before, boot_id=boot_id)
+
+
+@dataclass(slots=True)
+class _Watch:
+    """Follows the ranks' journals and shows where they are."""
+
+    cluster: Cluster | None
+    reader: JournalReader
+    progress: Progress
+    steps: int
+    _asked_s: float = 0.0
+    _safe: str = ""
+
+    def until(self, done: Callable[[], bool], *, what: str, alive: list[Process]) -> None:
+        """Return when ``done()``; raise LiveError when an agent fails before, or after far too long."""
+        deadline = time.monotonic() + _TRAIN_TIMEOUT_S
+        while not done():
+            for event in self.reader.read():
+                self._tell(event)
+            self.progress.show(f"step {self.reader.newest_step()} of {self.steps}{self._safety()}")
+            for agent in alive:
+                status = agent.status()
+                if status:
+                    raise LiveError(f"{agent.name} ended with status {status} before {what}{agent.tail()}")
+            if time.monotonic() > deadline:
+                raise LiveError(f"{what} did not come within {_TRAIN_TIMEOUT_S:.0f} s{alive[0].tail()}")
+            time.sleep(_POLL_S)
+
+    def _tell(self, event: Event) -> None:
+        if event.event == "begin":
+            how = f"restored step {event.step} and goes on" if event.step else "begins"
+            self.progress.say(f"rank {event.rank} {how}")
+        elif event.event == "failed":
+            self.progress.say(f"rank {event.rank} noticed: {event.error[:90]}", alarm=True)
+
+    def _safety(self) -> str:
+        """Return what the coordinator knows to be safe, asked twice a second."""
+        if self.cluster is not None and time.monotonic() - self._asked_s > 0.5:  # noqa: PLR2004 - see above
+            self._asked_s = time.monotonic()
+            desired = self.cluster.desired()
+            if desired is not None:
+                self._safe = f", protected: step {desired.protected_step}, READY: step {desired.ready_step}"
+        return self._safe
+
+
+def _ended(events: list[Event]) -> int:
+    return len({event.rank for event in events if event.event == "end"})
+
+
+def _attempt(cluster: Cluster) -> AttemptView:
+    desired = cluster.desired()
+    if desired is None or desired.attempt is None:
+        raise LiveError("the coordinator does not answer after the last step")
+    return desired.attempt
+
+
+def _evidence(
+    plan: Plan, blow: _Blow, *, after: AttemptView, boot_id_new: str, events: list[Event], directory: Path
+) -> Evidence:
+    before = blow.before.attempt
+    assert before is not None
+    return Evidence(
+        job=JOB,
+        steps=plan.steps,
+        seed=plan.seed,
+        every=plan.every,
+        world=WORLD,
+        node=VICTIM,
+        killed=tuple(KilledProcess(what=one.what, pid=one.pid, status=one.status) for one in blow.killed),
+        killed_at_s=blow.at_s,
+        killed_at_utc=blow.at_utc,
+        kill_took_s=blow.took_s,
+        boot_id_old=blow.boot_id,
+        boot_id_new=boot_id_new,
+        world_before=_members(before),
+        world_after=_members(after),
+        due_from=blow.before.cadence.from_step,
+        protected_at_kill=blow.before.protected_step,
+        events=tuple(events),
+        log=tuple(job_log(directory / "store")),
+        finals=read_finals(directory / "run"),
+        reference=(),
+    )
+
+
+def _members(attempt: AttemptView) -> tuple[Member, ...]:
+    return tuple(Member(rank=place.rank, node=place.node, boot_id=place.boot_id) for place in attempt.world)
+
+
+def job_log(store: Path) -> list[str]:
+    """Return one line for each record of the job's log."""
+    lines: list[str] = []
+    for path in sorted((store / log_prefix(JOB)).glob("*.json")):
+        record = msgspec.json.decode(path.read_bytes(), type=Record)
+        values = msgspec.structs.asdict(record)
+        told = {key: value for key, value in values.items() if key not in ("writer_id", "nonce", "prev", "sum")}
+        words = (f"{key}={_short(value)}" for key, value in told.items() if value not in (None, (), ""))
+        lines.append(f"{int(path.stem):>3} {record.__struct_config__.tag:<8} {' '.join(words)}")
+    return lines
+
+
+def _short(value: object) -> str:
+    text = msgspec.json.encode(value).decode() if isinstance(value, msgspec.Struct) else str(value)
+    hexadecimal = len(text) >= 32 and all(digit in "0123456789abcdef" for digit in text)  # noqa: PLR2004 - a uid or longer
+    return f"{text[:12]}…" if hexadecimal else text

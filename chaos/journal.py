@@ -1,0 +1,64 @@
+"""What the ranks of ``examples/gpt`` wrote about themselves: journals while they run, digests at the end."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+
+class Event(msgspec.Struct, frozen=True, kw_only=True):
+    """One line of a rank's journal. ``step`` is 0 where the event has none."""
+
+    event: str
+    rank: int
+    pid: int
+    monotonic_s: float
+    step: int = 0
+    loss: float = 0.0
+    error: str = ""
+    world: int = 0
+    restored: tuple[dict[str, Any], ...] = ()
+
+
+class Final(msgspec.Struct, frozen=True, kw_only=True):
+    """The state of a rank at its last step, as SHA-256 of weights, optimizer, RNG streams and position."""
+
+    rank: int
+    world: int
+    step: int
+    digests: dict[str, str]
+
+
+class JournalReader:
+    """Follows the journals of all ranks in a directory."""
+
+    def __init__(self, out: Path) -> None:
+        self._out = out
+        self._offsets: dict[Path, int] = {}
+        self.events: list[Event] = []
+
+    def read(self) -> list[Event]:
+        """Return the events that are new since the last call, in order of time; ``events`` holds all."""
+        new = [event for path in sorted(self._out.glob("rank-*.jsonl")) for event in self._read(path)]
+        new.sort(key=lambda event: event.monotonic_s)
+        self.events += new
+        return new
+
+    def newest_step(self) -> int:
+        """Return the newest step that any rank has ended."""
+        return max((event.step for event in self.events if event.event == "step"), default=0)
+
+    def _read(self, path: Path) -> list[Event]:
+        with path.open("rb") as stream:
+            stream.seek(self._offsets.get(path, 0))
+            whole, newline, _ = stream.read().rpartition(b"\n")
+        self._offsets[path] = self._offsets.get(path, 0) + len(whole) + len(newline)
+        return [msgspec.json.decode(line, type=Event) for line in whole.splitlines() if line]
+
+
+def read_finals(out: Path) -> tuple[Final, ...]:
+    """Return the final digests that the ranks left, in order of rank."""
+    finals = [msgspec.json.decode(path.read_bytes(), type=Final) for path in out.glob("final-rank-*.json")]
+    return tuple(sorted(finals, key=lambda final: final.rank))

@@ -1,0 +1,1 @@
+"""Real processes on one machine: start them, watch them, kill them."""

@@ -1,0 +1,181 @@
+"""A whole job's services on one machine: broker, coordinator, and nodes with memory and disk of their own."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from toprope.chaos.live.ask import get_desired
+from toprope.chaos.live.broker import start_broker
+from toprope.chaos.live.processes import Killed, Process, free_port, kill_tree, wait_ready
+from toprope.coordinator.wire import Desired
+
+_MEMORY = Path("/dev/shm")  # noqa: S108 - the tmpfs that slots are made for
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cadences:
+    """Every how many steps a snapshot goes to memory and peer, to the local tier, to the object tier."""
+
+    every: int = 4
+    local_every: int = 8
+    object_every: int = 8
+
+
+@dataclass(slots=True, kw_only=True)
+class Node:
+    """One node: its directories, its sidecar while that lives, and a trainer or agent that was put on it."""
+
+    name: str
+    memory_dir: Path
+    local_dir: Path
+    sidecar: Process | None = None
+    agent: Process | None = None
+
+    @property
+    def socket(self) -> Path:
+        """Where its sidecar listens for trainers."""
+        return self.memory_dir / "sidecar.sock"
+
+    @property
+    def boot_id(self) -> str:
+        """The id of its memory."""
+        return (self.memory_dir / "boot_id").read_text().strip()
+
+
+@dataclass(slots=True, kw_only=True)
+class Cluster:
+    """Starts and kills the services of one job. Use it in a ``with``: at its end nothing is left running.
+
+    Stores, disks and logs lie under ``directory``; memory lies in tmpfs, and moves to ``directory`` at the end.
+    """
+
+    directory: Path
+    job: str
+    cadences: Cadences = field(default_factory=Cadences)
+    wrapper: tuple[str, ...] = ()
+    """Put before the words ``sidecar`` and ``coordinator``: another program that runs them (kill points)."""
+    memory: Path = field(init=False)
+    nodes: dict[str, Node] = field(init=False, default_factory=dict)
+    broker: Process | None = field(init=False, default=None)
+    coordinator: Process | None = field(init=False, default=None)
+    _broker_port: int = field(init=False, default_factory=free_port)
+    _coordinator_port: int = field(init=False, default_factory=free_port)
+
+    def __post_init__(self) -> None:
+        self.directory.mkdir(parents=True, exist_ok=True)
+        self.store.mkdir(exist_ok=True)
+        self.memory = Path(tempfile.mkdtemp(prefix="toprope-", dir=_MEMORY if _MEMORY.is_dir() else None))
+
+    @property
+    def store(self) -> Path:
+        """The object store's directory."""
+        return self.directory / "store"
+
+    @property
+    def coordinator_url(self) -> str:
+        """Where the coordinator serves, now or after its restart."""
+        return f"http://127.0.0.1:{self._coordinator_port}"
+
+    def log(self, name: str) -> Path:
+        """Return the log file of a process."""
+        return self.directory / "logs" / f"{name}.log"
+
+    def start_broker(self) -> Process:
+        """Start the broker, on the same port each time."""
+        self.broker = start_broker(port=self._broker_port, directory=self.directory, log=self.log("broker"))
+        return self.broker
+
+    def start_coordinator(self, *, env: dict[str, str] | None = None) -> Process:
+        """Start a coordinator and wait until it serves, on the same port each time."""
+        ready = self._ready_file("coordinator")
+        every = self.cadences
+        arguments = ["--job", self.job, "--store", str(self.store), "--listen", f"127.0.0.1:{self._coordinator_port}"]
+        arguments += ["--broker", f"127.0.0.1:{self._broker_port}", "--ready-file", str(ready)]
+        arguments += ["--every", str(every.every), "--local-every", str(every.local_every)]
+        arguments += ["--object-every", str(every.object_every)]
+        command = [*self._ckpt(), "coordinator", *arguments]
+        self.coordinator = Process("coordinator", command, log=self.log("coordinator"), env=env)
+        wait_ready(self.coordinator, ready)
+        return self.coordinator
+
+    def start_sidecar(self, name: str, *, env: dict[str, str] | None = None) -> Node:
+        """Start a node's sidecar and wait until it serves; a node of a new name, or one that was erased, is empty."""
+        node = self.nodes.setdefault(name, self._new_node(name))
+        node.memory_dir.mkdir(parents=True, exist_ok=True)
+        node.local_dir.mkdir(parents=True, exist_ok=True)
+        ready = self._ready_file(f"sidecar-{name}")
+        arguments = ["--job", self.job, "--node", name, "--coordinator", self.coordinator_url]
+        arguments += ["--broker", f"127.0.0.1:{self._broker_port}", "--memory-dir", str(node.memory_dir)]
+        arguments += ["--local-dir", str(node.local_dir), "--store", str(self.store), "--socket", str(node.socket)]
+        arguments += ["--ready-file", str(ready)]
+        command = [*self._ckpt(), "sidecar", *arguments]
+        node.sidecar = Process(f"sidecar of node {name}", command, log=self.log(f"sidecar-{name}"), env=env)
+        wait_ready(node.sidecar, ready)
+        return node
+
+    def kill_node(self, name: str) -> list[Killed]:
+        """Kill a node: SIGKILL to its sidecar, agent and ranks; memory and local directories erased."""
+        node = self.nodes.pop(name)
+        killed: list[Killed] = []
+        for process in (node.agent, node.sidecar):
+            if process is not None:
+                killed += kill_tree(process)
+        shutil.rmtree(node.memory_dir)
+        shutil.rmtree(node.local_dir)
+        return killed
+
+    def desired(self) -> Desired | None:
+        """Return the coordinator's desired state, or None while it does not answer."""
+        return get_desired(self.coordinator_url)
+
+    def stop(self) -> None:
+        """End what still runs, trainers first; keep the memory directories with the rest."""
+        processes = [node.agent for node in self.nodes.values()] + [node.sidecar for node in self.nodes.values()]
+        for process in (*processes, self.coordinator, self.broker):
+            if process is not None and process.status() is None:
+                process.stop()
+        for node in self.nodes.values():
+            with contextlib.suppress(FileNotFoundError):
+                node.socket.unlink()
+            if node.memory_dir.is_dir():
+                shutil.copytree(node.memory_dir, self.directory / "nodes" / node.name / "memory", dirs_exist_ok=True)
+        shutil.rmtree(self.memory)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.stop()
+
+    def _new_node(self, name: str) -> Node:
+        return Node(name=name, memory_dir=self.memory / name, local_dir=self.directory / "nodes" / name / "local")
+
+    def _ready_file(self, name: str) -> Path:
+        ready = self.directory / "ready" / f"{name}-{secrets.token_hex(4)}.json"
+        ready.parent.mkdir(exist_ok=True)
+        return ready
+
+    def _ckpt(self) -> list[str]:
+        return [sys.executable, "-m", *(self.wrapper or ("toprope",))]
+
+
+@contextlib.contextmanager
+def running_cluster(
+    directory: Path, *, job: str, nodes: tuple[str, ...] = ("a", "b"), cadences: Cadences | None = None
+) -> Iterator[Cluster]:
+    """Yield a cluster whose broker, coordinator and sidecars are up."""
+    with Cluster(directory=directory, job=job, cadences=cadences or Cadences()) as cluster:
+        cluster.start_broker()
+        cluster.start_coordinator()
+        for name in nodes:
+            cluster.start_sidecar(name)
+        yield cluster

@@ -1,0 +1,60 @@
+"""Judges a run that was hit against one that was not. Pure: evidence in, findings out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+from toprope.chaos.journal import Event, Final
+
+
+class Judgement(msgspec.Struct, frozen=True, kw_only=True):
+    """``identical`` when every rank ended in the same state, bit for bit; else what differs."""
+
+    identical: bool
+    differences: tuple[str, ...]
+
+
+def compare(run: Sequence[Final], reference: Sequence[Final], *, world: int) -> Judgement:
+    """Compare two runs' final states rank by rank. A missing rank is a difference; so is an empty pair."""
+    differences: list[str] = []
+    for rank in range(world):
+        mine = next((final for final in run if final.rank == rank), None)
+        other = next((final for final in reference if final.rank == rank), None)
+        if mine is None or other is None:
+            differences.append(f"rank {rank}: {'the run' if mine is None else 'the reference'} left no final state")
+            continue
+        if mine.step != other.step:
+            differences.append(f"rank {rank}: ended at step {mine.step}, the reference at step {other.step}")
+        kinds = sorted(mine.digests.keys() | other.digests.keys())
+        unequal = [kind for kind in kinds if mine.digests.get(kind) != other.digests.get(kind)]
+        differences += [f"rank {rank}: {kind} differ" for kind in unequal]
+    return Judgement(identical=not differences and world > 0, differences=tuple(differences))
+
+
+def torn_restores(events: Iterable[Event]) -> tuple[str, ...]:
+    """Find processes whose steps do not follow on from where they began, and losses that a step had twice.
+
+    A step done again after a restore must lose exactly what it lost the first time.
+    """
+    found: list[str] = []
+    last: dict[tuple[int, int], int] = {}
+    losses: dict[tuple[int, int], float] = {}
+    for event in events:
+        process = (event.rank, event.pid)
+        if event.event == "begin":
+            last[process] = event.step
+        elif event.event == "step":
+            if event.step != last.get(process, -1) + 1:
+                found.append(f"rank {event.rank}: step {event.step} came after step {last.get(process)}")
+            last[process] = event.step
+            before = losses.setdefault((event.rank, event.step), event.loss)
+            if before != event.loss:
+                found.append(f"rank {event.rank}: step {event.step} lost {event.loss!r}, and {before!r} before")
+    return tuple(found)
+
+
+def steps_lost_allowed(*, newest_due_protected: bool, every: int) -> int:
+    """Return how many steps may be lost: one interval if the newest due step was protected at the kill, else two."""
+    return every if newest_due_protected else 2 * every

@@ -1,0 +1,67 @@
+"""The oracle says no when there is any reason to."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from toprope.chaos.journal import Event, Final
+from toprope.chaos.oracle import compare, steps_lost_allowed, torn_restores
+
+_DIGESTS = {"weights": "aa", "optimizer": "bb", "rng": "cc", "position": "dd"}
+
+
+def _finals(world: int = 2) -> list[Final]:
+    return [Final(rank=rank, world=world, step=9, digests=dict(_DIGESTS)) for rank in range(world)]
+
+
+def _event(event: str, step: int, *, pid: int = 1, loss: float = 0.5) -> Event:
+    return Event(event=event, rank=0, pid=pid, monotonic_s=0.0, step=step, loss=loss)
+
+
+def test_equal_runs_are_identical() -> None:
+    assert compare(_finals(), _finals(), world=2).identical
+
+
+@pytest.mark.parametrize("kind", sorted(_DIGESTS))
+def test_each_kind_of_digest_counts(kind: str) -> None:
+    other = _finals()
+    other[1] = msgspec.structs.replace(other[1], digests=_DIGESTS | {kind: "ee"})
+
+    judgement = compare(_finals(), other, world=2)
+
+    assert (judgement.identical, judgement.differences) == (False, (f"rank 1: {kind} differ",))
+
+
+def test_a_missing_rank_an_early_end_and_an_empty_pair_are_no_identity() -> None:
+    early = [_finals()[0], msgspec.structs.replace(_finals()[1], step=8)]
+
+    assert not compare(_finals()[:1], _finals(), world=2).identical
+    assert not compare(_finals(), [], world=2).identical
+    assert not compare([], [], world=2).identical
+    assert not compare(early, _finals(), world=2).identical
+
+
+def test_a_digest_that_one_side_lacks_is_a_difference() -> None:
+    other = [msgspec.structs.replace(final, digests={"weights": "aa"}) for final in _finals()]
+
+    assert not compare(_finals(), other, world=2).identical
+
+
+def test_steps_must_follow_on_from_the_restored_one() -> None:
+    good = [_event("begin", 4), _event("step", 5), _event("step", 6)]
+    gap = [_event("begin", 4), _event("step", 6)]
+
+    assert torn_restores(good) == ()
+    assert torn_restores(gap) == ("rank 0: step 6 came after step 4",)
+
+
+def test_a_step_done_again_must_lose_the_same() -> None:
+    events = [_event("begin", 0), _event("step", 1), _event("begin", 0, pid=2), _event("step", 1, pid=2, loss=0.25)]
+
+    assert torn_restores(events) == ("rank 0: step 1 lost 0.25, and 0.5 before",)
+
+
+def test_two_intervals_may_be_lost_only_when_the_newest_was_not_protected() -> None:
+    assert steps_lost_allowed(newest_due_protected=True, every=4) == 4
+    assert steps_lost_allowed(newest_due_protected=False, every=4) == 8
