@@ -1,0 +1,123 @@
+"""``ckpt``: from its first word to the program that does it, which alone is imported.
+
+Exit statuses: 0 done; 1 failed; 2 what the store holds is wrong; 3 nothing there to verify; 4 the store can't be
+reached; 64 wrong use, nothing changed; 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from toprope import __version__
+
+EXIT_USAGE = 64
+EXIT_INTERRUPTED = 130
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Program:
+    """A first word of ``ckpt``: the module whose ``app`` does it, and what it is for."""
+
+    module: str
+    purpose: str
+
+
+GROUPS: dict[str, dict[str, Program]] = {
+    "Look at a store and get checkpoints out of it (no service needed)": {
+        "ls": Program(module="toprope.store.cli", purpose="list jobs and their READY checkpoints"),
+        "show": Program(module="toprope.store.cli", purpose="show a job: its log, a manifest, the tensors, the files"),
+        "verify": Program(module="toprope.store.cli", purpose="read everything back and check every digest"),
+        "restore": Program(module="toprope.store.cli", purpose="write a checkpoint's shards into a new directory"),
+    },
+    "Run a job's services": {
+        "up": Program(module="toprope.coordinator.cli", purpose="start all that one machine needs"),
+        "status": Program(module="toprope.coordinator.cli", purpose="say what is safe where"),
+        "coordinator": Program(module="toprope.coordinator.cli", purpose="run the coordinator of a job"),
+        "sidecar": Program(module="toprope.sidecar.cli", purpose="run the sidecar of a node"),
+    },
+    "See it work": {
+        "demo": Program(module="toprope.chaos.cli", purpose="train, kill a node, go on, and compare bit for bit"),
+    },
+}
+PROGRAMS = {word: program for group in GROUPS.values() for word, program in group.items()}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run ``ckpt`` with these arguments and return its exit status."""
+    word, *rest = [*(sys.argv[1:] if arguments is None else arguments)] or ["--help"]
+    if word in {"--help", "-h", "help"}:
+        print(help_text())  # noqa: T201 - this is the command line
+        return 0
+    if word == "--version":
+        print(f"ckpt {__version__}")  # noqa: T201 - this is the command line
+        return 0
+    program = PROGRAMS.get(word)
+    if program is None:
+        return _fail(f"{word!r} is not a command; `ckpt --help` lists them", status=EXIT_USAGE)
+    try:
+        return _run(word, program, rest)
+    except KeyboardInterrupt:
+        return _fail("interrupted", status=EXIT_INTERRUPTED)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the interpreter complains when it flushes
+        return 1
+
+
+def help_text() -> str:
+    """Return what ``ckpt --help`` prints."""
+    lines = ["Usage: ckpt COMMAND [ARGUMENTS]", "", "Fault tolerance and checkpoints for distributed PyTorch training."]
+    for title, programs in GROUPS.items():
+        lines += ["", f"{title}:"]
+        lines += [f"  {word:<12} {program.purpose}" for word, program in programs.items()]
+    lines += ["", "`ckpt COMMAND --help` says more. `ckpt --version` prints the version."]
+    return "\n".join(lines)
+
+
+def _run(word: str, program: Program, rest: list[str]) -> int:
+    try:
+        app = importlib.import_module(program.module).app
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] == "toprope":
+            raise
+        return _fail(f"`ckpt {word}` needs the package {error.name!r}: install toprope[service]", status=EXIT_USAGE)
+    return _invoke(app, word, rest)
+
+
+def _invoke(app: Any, word: str, rest: list[str]) -> int:  # noqa: ANN401 - typer must not be imported to name its type
+    """Run a typer app, whose own errors become one line and status 64, and ours one line and their status."""
+    typer = importlib.import_module("typer")
+    errors = importlib.import_module("toprope.store.errors")
+    usage_error = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
+    command = typer.main.get_command(app)
+    is_group = hasattr(command, "commands")
+    try:
+        status = command.main(
+            args=[word, *rest] if is_group else rest,
+            prog_name="ckpt" if is_group else f"ckpt {word}",
+            standalone_mode=False,
+        )
+    except usage_error as error:
+        return _fail(f"{_one_line(error.format_message())} (`ckpt {word} --help` says more)", status=EXIT_USAGE)
+    except typer.Abort:
+        return EXIT_INTERRUPTED
+    except errors.CkptError as error:
+        return _fail(str(error), status=error.exit_status)
+    return status if isinstance(status, int) else 0
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
+def _fail(text: str, *, status: int) -> int:
+    print(f"ckpt: {text}", file=sys.stderr)  # noqa: T201 - this is the command line
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())
