@@ -19,6 +19,8 @@ import msgspec
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from toprope.__main__ import PROGRAMS
+
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -46,17 +48,22 @@ def _first_paragraph(text: str | None) -> str:
 
 def errors(module_name: str, root: str) -> None:
     """Print the tree of errors of a module: name, exit status, meaning."""
-    module = importlib.import_module(module_name)
     rows = [
         (
             "&nbsp;" * 4 * depth + f"`{kind.__name__}`",
             str(getattr(kind, "exit_status", "")),
             _first_paragraph(kind.__doc__),
         )
-        for depth, kind in _tree(getattr(module, root))
-        if kind.__module__ == module_name
+        for depth, kind in tree_of_errors(module_name, root)
     ]
     table(("error", "exit status", "meaning"), rows)
+
+
+def tree_of_errors(module_name: str, root: str) -> list[tuple[int, type[Any]]]:
+    """Return the errors of a module that descend from ``root``, with their depth, in the order of a tree."""
+    return [
+        pair for pair in _tree(getattr(importlib.import_module(module_name), root)) if pair[1].__module__ == module_name
+    ]
 
 
 def _tree(kind: type[Any], depth: int = 0) -> Iterator[tuple[int, type[Any]]]:
@@ -110,10 +117,9 @@ def _fields(title: str, kind: type, fields: Iterable[tuple[str, Any]]) -> None:
 
 def commands() -> dict[str, TyperCommand]:
     """Return each word of ``ckpt`` with its command."""
-    words: dict[str, str] = importlib.import_module("toprope.__main__").WORDS
     found = {}
-    for word, module_name in words.items():
-        command = typer.main.get_command(importlib.import_module(module_name).app)
+    for word, program in PROGRAMS.items():
+        command = typer.main.get_command(importlib.import_module(program.module).app)
         found[word] = command.commands[word] if isinstance(command, TyperGroup) else command
     return found  # type: ignore[return-value]  # typer declares the base class of what it makes
 

@@ -11,7 +11,7 @@ from tests.support.source import ROOT, all_files, dotted, shipped_files, tree_of
 
 UNPICKLING = ("pickle", "cPickle", "_pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve")
 RUNS_WHAT_IT_READS = ("torch.load", "yaml.load", "yaml.unsafe_load", "eval", "exec", "numpy.load", "np.load")
-COLLECTIVES_THAT_UNPICKLE = re.compile(r"\.(\w+_object(_list)?|send_object\w*|recv_object\w*)$")
+COLLECTIVES_THAT_UNPICKLE = re.compile(r"(^|\.)((all_)?gather_object|(broadcast|scatter|send|recv)_object_list)$")
 
 PROCESS_EDGES: dict[str, str] = {}
 """``file::function`` -> why it may catch every exception: the edge of a process or thread, which logs and ends it."""
@@ -26,36 +26,33 @@ def _imports(tree: ast.Module) -> Iterator[str]:
             yield from (f"{node.module}.{name.name}" for name in node.names)
 
 
-def _calls(tree: ast.Module) -> Iterator[str]:
-    return (dotted(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call))
+def dangers(tree: ast.Module) -> list[str]:
+    """What in this code unpickles, or runs what it reads."""
+    calls = [dotted(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    return [
+        *(f"import {name}" for name in _imports(tree) if name.split(".")[0] in UNPICKLING),
+        *(f"{name}()" for name in calls if name in RUNS_WHAT_IT_READS or COLLECTIVES_THAT_UNPICKLE.search(name)),
+    ]
+
+
+def swallows_everything(handler: ast.ExceptHandler) -> bool:
+    """Say whether this handler catches every exception and does not end by raising it again."""
+    kinds = handler.type.elts if isinstance(handler.type, ast.Tuple) else [handler.type]
+    catches_all = any(kind is None or dotted(kind) in {"Exception", "BaseException"} for kind in kinds)
+    return catches_all and not isinstance(handler.body[-1], ast.Raise)
 
 
 def _broad_handlers(path: Path) -> Iterator[str]:
-    """``file::function`` of each ``except`` that catches everything and doesn't raise it again."""
+    """``file::function`` of each handler that swallows everything."""
     functions = [n for n in ast.walk(tree_of(path)) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
     for function in functions:
         for node in ast.walk(function):
-            if isinstance(node, ast.ExceptHandler) and _catches_all(node) and not _raises_again(node):
+            if isinstance(node, ast.ExceptHandler) and swallows_everything(node):
                 yield f"{path}::{function.name}"
 
 
-def _catches_all(handler: ast.ExceptHandler) -> bool:
-    kinds = handler.type.elts if isinstance(handler.type, ast.Tuple) else [handler.type]
-    return any(kind is None or dotted(kind) in {"Exception", "BaseException"} for kind in kinds)
-
-
-def _raises_again(handler: ast.ExceptHandler) -> bool:
-    last = handler.body[-1]
-    return isinstance(last, ast.Raise)
-
-
 def test_nothing_shipped_unpickles_or_runs_what_it_reads() -> None:
-    found = []
-    for path in shipped_files():
-        tree = tree_of(path)
-        found += [f"{path}: import {name}" for name in _imports(tree) if name.split(".")[0] in UNPICKLING]
-        found += [f"{path}: {name}()" for name in _calls(tree) if name in RUNS_WHAT_IT_READS]
-        found += [f"{path}: {name}()" for name in _calls(tree) if COLLECTIVES_THAT_UNPICKLE.search(name)]
+    found = [f"{path}: {danger}" for path in shipped_files() for danger in dangers(tree_of(path))]
     assert found == []
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("store", "trainer_hooks", "coordinator", "sidecar", "chaos")
@@ -51,3 +53,13 @@ def dotted(node: ast.AST) -> str:
 def _python_files(folders: tuple[str, ...]) -> Iterator[Path]:
     for folder in folders:
         yield from (path for path in (ROOT / folder).rglob("*.py") if "_build" not in path.parts)
+
+
+def load_program(name: str) -> Any:  # noqa: ANN401 - a module whose names mypy doesn't know
+    """The module in a file that belongs to no package, given relative to the root."""
+    spec = importlib.util.spec_from_file_location(Path(name).stem, ROOT / name)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

@@ -1,0 +1,122 @@
+"""The pages keep up with the code: each word, metric, error and decision is written down."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from tests.support.source import ROOT, load_program
+
+from_code = load_program("docs/from_code.py")
+
+
+def _page(name: str) -> str:
+    return (ROOT / "docs" / name).read_text()
+
+
+def test_each_word_of_ckpt_is_in_the_reference_and_in_the_readme() -> None:
+    words = set(from_code.commands())
+    reference = set(re.findall(r"^## ckpt (\w+)$", _page("reference/cli.md"), re.MULTILINE))
+    readme = set(re.findall(r"`ckpt (\w+)", (ROOT / "README.md").read_text()))
+    assert reference == words
+    assert words <= readme
+
+
+def test_each_word_has_a_help_text_of_its_own() -> None:
+    texts = {word: (command.help or "").strip() for word, command in from_code.commands().items()}
+    assert all(texts.values()), texts
+    assert len(set(texts.values())) == len(texts)
+
+
+def test_each_option_says_what_it_means() -> None:
+    silent = [
+        f"ckpt {word}: {parameter.name}"
+        for word, command in from_code.commands().items()
+        for parameter in command.params
+        if not getattr(parameter, "hidden", False) and not (getattr(parameter, "help", None) or "").strip()
+    ]
+    assert silent == []
+
+
+@pytest.mark.parametrize("package", ["sidecar", "coordinator"])
+def test_each_metric_is_documented_and_well_named(package: str) -> None:
+    rows = from_code.declared_metrics(f"toprope.{package}.metrics")
+    assert rows, "no metric was found: has the form of the declarations changed?"
+    page = _page("reference/metrics.md")
+    for name, kind, _, meaning in rows:
+        assert name in page
+        assert meaning
+        assert re.fullmatch(r"`toprope_[a-z0-9_]+`", name), name
+        assert kind != "counter" or name.endswith("_total`"), name
+
+
+@pytest.mark.parametrize(
+    ("module", "root"), [("toprope.store.errors", "CkptError"), ("toprope.trainer_hooks.errors", "HookError")]
+)
+def test_each_error_is_documented(module: str, root: str) -> None:
+    page = _page("reference/errors.md")
+    kinds = [kind for _, kind in from_code.tree_of_errors(module, root)]
+    assert kinds
+    for kind in kinds:
+        assert f"`{kind.__name__}`" in page
+        assert kind.__doc__
+
+
+def test_decisions_are_numbered_without_a_gap_and_say_how_to_notice_a_mistake() -> None:
+    pages = sorted((ROOT / "docs" / "adr").glob("[0-9]*.md"))
+    assert [page.name[:3] for page in pages] == [f"{number:03d}" for number in range(1, len(pages) + 1)]
+    for page in pages:
+        text = page.read_text()
+        assert text.startswith(f"# {page.name[:3]}: ")
+        assert [word for word in ("**Context.**", "**Decision.**", "**What we gave up.**") if word not in text] == []
+        assert "**How we would notice.**" in text, page.name
+
+
+def test_tests_name_only_faults_of_the_list() -> None:
+    unknown = {
+        fault: tests for fault, tests in from_code.covered_faults().items() if fault not in from_code.known_faults()
+    }
+    assert unknown == {}
+
+
+def test_links_between_files_of_the_readme_lead_somewhere() -> None:
+    targets = re.findall(r"\]\((?!https?:)([^)#]+)", (ROOT / "README.md").read_text())
+    assert targets
+    assert [target for target in targets if not (ROOT / target).exists()] == []
+
+
+SERVICE_ERRORS = {
+    "CkptError": 1,
+    "FencedError": 1,
+    "UsageError": 64,
+    "UnavailableError": 4,
+    "NothingToVerifyError": 3,
+    "StoreError": 2,
+    "AlreadyExistsError": 2,
+    "MissingObjectError": 2,
+    "CorruptObjectError": 2,
+    "LogCorruptError": 2,
+}
+HOOK_ERRORS = {
+    "HookError": 1,
+    "RestoreError": 1,
+    "SidecarUnavailableError": 1,
+    "SupersededError": 1,
+    "UsageError": 64,
+    "SpecMismatchError": 64,
+    "StateMismatchError": 64,
+    "UnsupportedLeafError": 64,
+    "WorldMismatchError": 64,
+}
+
+
+@pytest.mark.parametrize(
+    ("module", "root", "agreed"),
+    [
+        ("toprope.store.errors", "CkptError", SERVICE_ERRORS),
+        ("toprope.trainer_hooks.errors", "HookError", HOOK_ERRORS),
+    ],
+)
+def test_error_names_and_exit_statuses_are_as_agreed(module: str, root: str, agreed: dict[str, int]) -> None:
+    """Scripts match on them: a change is a breaking one."""
+    assert {kind.__name__: kind.exit_status for _, kind in from_code.tree_of_errors(module, root)} == agreed
