@@ -36,7 +36,7 @@ layers: $(STAMP) ## who may import whom
 	lint-imports
 
 docs: $(STAMP) ## what pages take from the code is up to date, and all build without a warning
-	$(COG) --check docs/reference/*.md docs/results/faults.md
+	$(COG) --check --diff --check-fail-msg 'a page is out of date: make reference' docs/reference/*.md docs/results/faults.md
 	sphinx-build -n -W -q -b html docs docs/_build/html
 
 pytest: $(STAMP) ## the tests alone; PYTEST_ARGS="tests/store -k log" for some of them
