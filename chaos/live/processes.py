@@ -125,12 +125,14 @@ def descendants(pid: int) -> list[int]:
 
 
 def command_of(pid: int) -> str:
-    """Return the last words of a process's command line that tell what it is; empty when it is gone."""
+    """Return what a process is: its script or program, and its rank when it has one; empty when it is gone."""
     try:
         words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
     except (FileNotFoundError, ProcessLookupError):
         return ""
-    return next((Path(word).name for word in words if word.endswith(".py")), Path(words[0]).name)
+    name = next((Path(word).name for word in words if word.endswith(".py")), Path(words[0]).name)
+    rank = environment_of(pid).get("RANK")
+    return name if rank is None else f"rank {rank} ({name})"
 
 
 def environment_of(pid: int) -> dict[str, str]:

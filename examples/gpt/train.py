@@ -20,6 +20,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from data import ShuffledWindows, standard_library_text
@@ -88,13 +89,12 @@ def build(options: argparse.Namespace, *, rank: int, world: int) -> Trainer:
     """Return a trainer at step 0."""
     device = torch.device("cpu" if options.device == "cpu" else f"cuda:{os.environ.get('LOCAL_RANK', '0')}")
     size = SIZES[options.size]
-    torch.manual_seed(options.seed)
+    seed_all(options.seed)
     model = GPT(size).to(device)
     # find_unused_parameters: else DDP regroups its buckets after the first backward of each process
     net = DistributedDataParallel(model, find_unused_parameters=True) if world > 1 else model
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.rate, weight_decay=0.1)
-    torch.manual_seed(options.seed + 1000 * (rank + 1))  # from here on each rank has streams of its own
-    random.seed(options.seed + 1000 * (rank + 1))
+    seed_all(options.seed + 1000 * (rank + 1))  # from here on each rank has streams of its own
     return Trainer(
         model=model,
         net=net,
@@ -105,6 +105,13 @@ def build(options: argparse.Namespace, *, rank: int, world: int) -> Trainer:
         ),
         device=device,
     )
+
+
+def seed_all(seed: int) -> None:
+    """Seed the random streams of torch, Python and NumPy."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed)  # noqa: NPY002 - the global stream, which libraries draw from
 
 
 class WarmCosine:
