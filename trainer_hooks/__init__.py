@@ -1,1 +1,46 @@
-"""The part that lives in the trainer: capture, hand-over and restore. Standard library and torch only."""
+"""The part that lives in the trainer: capture, hand-over and restore. Standard library and torch only.
+
+``Checkpointer`` and the errors are loaded when they are first asked for, so that a sidecar can import the frames
+(``toprope.trainer_hooks.wire``) without torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from toprope.trainer_hooks.checkpointer import Checkpointer
+    from toprope.trainer_hooks.errors import (
+        HookError,
+        RestoreError,
+        SidecarUnavailableError,
+        SpecMismatchError,
+        StateMismatchError,
+        SupersededError,
+        UnsupportedLeafError,
+        UsageError,
+        WorldMismatchError,
+        one_line_errors,
+    )
+
+__all__ = [
+    "Checkpointer",
+    "HookError",
+    "RestoreError",
+    "SidecarUnavailableError",
+    "SpecMismatchError",
+    "StateMismatchError",
+    "SupersededError",
+    "UnsupportedLeafError",
+    "UsageError",
+    "WorldMismatchError",
+    "one_line_errors",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = "checkpointer" if name == "Checkpointer" else "errors"
+    return getattr(importlib.import_module(f"{__name__}.{module}"), name)

@@ -21,6 +21,11 @@ One conversation::
     hook     SEALED | SKIPPED                        one for each due step
     sidecar  DESIRED                                 whenever attempt, schedule, or what is safe has changed
     hook     BYE
+
+A connection that ends is made again, and begins with all that the sidecar must know: HELLO, then as far as they have
+been said OPEN (while it is unanswered) or JOIN and the newest VERDICT, SIZE, and SEALED of each slot that has not been
+lent again since. All of these may be heard twice. A launch that restores again in the same process asks with the next
+``round``; only a source whose attempt failed before all had applied it is struck off by that.
 """
 
 from __future__ import annotations

@@ -1,0 +1,263 @@
+"""A restored state: all checks first, then the values, each in place."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from toprope.trainer_hooks import rng
+from toprope.trainer_hooks.errors import StateMismatchError, WorldMismatchError
+from toprope.trainer_hooks.image import Image
+from toprope.trainer_hooks.modules import ModelState, model_state, optimizer_names
+from toprope.trainer_hooks.state import FORMAT, Parts, Stateful, devices_of
+from toprope.trainer_hooks.tree import Decoder, Json
+
+_MAX_NAMED = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A checked state, ready to be applied."""
+
+    document: dict[str, Json]
+    images: Mapping[int, Image]
+    parts: Parts
+    model: ModelState
+
+    def tensor(self, entry: dict[str, Json]) -> torch.Tensor:
+        """Return the tensor of a document entry; it aliases the image."""
+        return self.images[entry["rank"]].tensor(entry["name"])
+
+    def values(self, value: Json) -> Any:  # noqa: ANN401 - any value that can be kept
+        """Return a part of the document as values of its own; its tensors lie where they lay when saved."""
+        return Decoder(self._copy).decode(value)
+
+    def _copy(self, entry: dict[str, Json]) -> torch.Tensor:
+        return self.tensor(entry).clone().to(entry["device"])
+
+
+def check(parts: Parts, images: Mapping[int, Image], *, rank: int, world: int) -> Loaded:
+    """Return the state in these images after checking that each name, shape, dtype and key is the trainer's.
+
+    Raises:
+        WorldMismatchError: another number of ranks saved it.
+        StateMismatchError: it does not fit; the message lists what is missing, unexpected or different.
+    """
+    document = images[rank].document()
+    if document.get("format") != FORMAT:
+        raise StateMismatchError(f"state of format {document.get('format')}; this version reads format {FORMAT}")
+    if document["world"] != world:
+        raise WorldMismatchError(f"the checkpoint was saved by {document['world']} ranks and this job has {world}")
+    loaded = Loaded(document, images, parts, model_state(parts.model, world=world))
+    problems = [*_entry_problems(loaded), *_section_problems(loaded)]
+    if not problems:
+        problems = [*_model_problems(loaded), *_optimizer_problems(loaded), *_extra_problems(loaded)]
+    if problems:
+        more = [f"and {len(problems) - _MAX_NAMED} more"] if len(problems) > _MAX_NAMED else []
+        raise StateMismatchError(
+            "the checkpoint does not fit this trainer, and nothing was written: "
+            + "; ".join([*problems[:_MAX_NAMED], *more])
+        )
+    return loaded
+
+
+def _entry_problems(loaded: Loaded) -> Iterable[str]:
+    """Name each tensor of the document that is not in an image at hand."""
+    for entry in _entries(loaded.document):
+        image = loaded.images.get(entry["rank"])
+        if image is None:
+            yield f"{entry['name']}: the shard of rank {entry['rank']} was not given"
+        elif entry["name"] not in image.places:
+            yield f"{entry['name']}: not in the shard of rank {entry['rank']}"
+
+
+def _entries(value: Json) -> Iterable[dict[str, Json]]:
+    pending = [value]
+    while pending:
+        item = pending.pop()
+        if isinstance(item, list):
+            pending.extend(item)
+        elif isinstance(item, dict):
+            if item.get("$") == "tensor":
+                yield item
+            else:
+                pending.extend(item.values())
+
+
+def _section_problems(loaded: Loaded) -> Iterable[str]:
+    given = {"model", "rng", "format", "world", *loaded.parts.stateful()}
+    given |= {"optimizer"} if loaded.parts.optimizer is not None else set()
+    given |= {"extra"} if loaded.parts.extra is not None else set()
+    return _key_problems("", set(loaded.document), given)
+
+
+def _key_problems(prefix: str, saved: set[str], live: set[str]) -> Iterable[str]:
+    for name in sorted(live - saved):
+        yield f"{prefix}{name}: missing in the checkpoint"
+    for name in sorted(saved - live):
+        yield f"{prefix}{name}: in the checkpoint, unexpected here"
+
+
+def _model_problems(loaded: Loaded) -> Iterable[str]:
+    saved, model = loaded.document["model"], loaded.model
+    for section, live in (("params", model.params), ("buffers", model.buffers)):
+        yield from _key_problems("model.", set(saved[section]), set(live))
+        for name in sorted(set(saved[section]) & set(live)):
+            yield from _form_problems(loaded, f"model.{name}", saved[section][name], live[name])
+    yield from _key_problems("model (extra state) ", set(saved["extra_state"]), set(model.extras))
+    if saved["tied"] != model.tied:
+        yield f"model: tied parameters are {saved['tied']} in the checkpoint and {model.tied} here"
+    devices = len(saved_streams) if (saved_streams := loaded.document["rng"]["cuda"]) else 0
+    if devices != len(devices_of(model)):
+        yield f"rng.cuda: streams of {devices} devices in the checkpoint, {len(devices_of(model))} here"
+
+
+def _form_problems(loaded: Loaded, name: str, entry: dict[str, Json], live: torch.Tensor) -> Iterable[str]:
+    place = loaded.images[entry["rank"]].places[entry["name"]]
+    if place.shape != tuple(live.shape):
+        yield f"{name}: shape {place.shape} in the checkpoint, {tuple(live.shape)} here"
+    if place.dtype != live.dtype:
+        yield f"{name}: {place.dtype} in the checkpoint, {live.dtype} here"
+
+
+def _optimizer_problems(loaded: Loaded) -> Iterable[str]:
+    if loaded.parts.optimizer is None:
+        return
+    names = optimizer_names(loaded.parts.optimizer, loaded.model.params)
+    saved, live = loaded.document["optimizer"], loaded.parts.optimizer.param_groups
+    if len(saved["groups"]) != len(live):
+        yield f"optimizer: {len(saved['groups'])} groups in the checkpoint, {len(live)} here"
+        return
+    for number, (saved_group, group) in enumerate(zip(saved["groups"], live, strict=True)):
+        if saved_group["params"] != [names[id(parameter)] for parameter in group["params"]]:
+            yield f"optimizer group {number}: other parameters, or in another order"
+        yield from _key_problems(f"optimizer group {number} ", set(saved_group["settings"]), set(group) - {"params"})
+
+
+def _extra_problems(loaded: Loaded) -> Iterable[str]:
+    extra = loaded.parts.extra
+    if extra is None:
+        return
+    saved = loaded.document["extra"]
+    if isinstance(extra, MutableMapping) != ("plain" in saved):
+        yield "extra: a dict in one of checkpoint and trainer, an object with state_dict() in the other"
+    elif isinstance(extra, MutableMapping):
+        stateful = {name for name, value in extra.items() if isinstance(value, Stateful)}
+        yield from _key_problems("extra (with state_dict) ", set(saved["stateful"]), stateful)
+        for name in sorted(set(extra) - stateful - set(saved["plain"])):
+            yield f"extra.{name}: missing in the checkpoint"
+
+
+def apply(loaded: Loaded) -> None:
+    """Write the state into the trainer. The random streams come last, for others may draw from them."""
+    parts, document = loaded.parts, loaded.document
+    with torch.no_grad():
+        for section, live in (("params", loaded.model.params), ("buffers", loaded.model.buffers)):
+            for name, entry in document["model"][section].items():
+                _overwrite(live[name], loaded.tensor(entry))
+        for name, module in loaded.model.extras.items():
+            module.set_extra_state(loaded.values(document["model"]["extra_state"][name]))
+        if parts.optimizer is not None:
+            _apply_optimizer(loaded, parts.optimizer)
+    for name, part in parts.stateful().items():
+        part.load_state_dict(loaded.values(document[name]))
+    if parts.extra is not None:
+        _apply_extra(loaded, parts.extra)
+    rng.set_streams(
+        Decoder(lambda entry: loaded.tensor(entry).clone()).decode(document["rng"]), devices_of(loaded.model)
+    )
+
+
+def _overwrite(live: torch.Tensor, saved: torch.Tensor) -> None:
+    """Copy values into a tensor and keep its strides; float4 and such, which torch can't copy, go as bytes."""
+    if live.dtype.itemsize == 1 and live.is_contiguous():
+        live.detach().view(torch.uint8).copy_(saved.view(torch.uint8))
+    else:
+        live.detach().copy_(saved)
+
+
+def _apply_optimizer(loaded: Loaded, optimizer: torch.optim.Optimizer) -> None:
+    """Set the state itself: ``load_state_dict`` would cast it to the dtypes of the parameters."""
+    saved = loaded.document["optimizer"]
+    for saved_group, group in zip(saved["groups"], optimizer.param_groups, strict=True):
+        for key, value in loaded.values(saved_group["settings"]).items():
+            group[key] = _graft(group[key], value)
+        for name, parameter in zip(saved_group["params"], group["params"], strict=True):
+            if name not in saved["state"]:
+                optimizer.state.pop(parameter, None)
+                continue
+            place = _device_rule(group, parameter, loaded.document["model"]["params"][name]["device"])
+            fresh = Decoder(_placed(loaded, parameter, place)).decode(saved["state"][name])
+            state = optimizer.state[parameter]
+            grafted = {key: _graft(state.get(key), value) for key, value in fresh.items()}
+            state.clear()
+            state.update(grafted)
+
+
+def _device_rule(group: dict[str, Any], parameter: torch.Tensor, saved_on: str) -> Callable[[dict[str, Json]], Any]:
+    """Return where an entry of optimizer state belongs; step counters stay on the CPU unless kernels want them."""
+
+    def place(entry: dict[str, Json]) -> torch.device:
+        if entry["device"] != "cpu":
+            return parameter.device
+        counter = entry["name"].endswith(".step") and not (group.get("capturable") or group.get("fused"))
+        return torch.device("cpu") if counter or saved_on != "cpu" else parameter.device
+
+    return place
+
+
+def _placed(
+    loaded: Loaded, parameter: torch.Tensor, place: Callable[[dict[str, Json]], torch.device]
+) -> Callable[[dict[str, Json]], torch.Tensor]:
+    def tensor(entry: dict[str, Json]) -> torch.Tensor:
+        saved, device = loaded.tensor(entry), place(entry)
+        if saved.shape != parameter.shape:
+            return saved.clone().to(device)
+        fresh = torch.empty_like(parameter, dtype=saved.dtype, device=device, requires_grad=False)
+        _overwrite(fresh, saved)
+        return fresh
+
+    return tensor
+
+
+def _apply_extra(loaded: Loaded, extra: Stateful | MutableMapping[str, Any]) -> None:
+    saved = loaded.document["extra"]
+    if not isinstance(extra, MutableMapping):
+        extra.load_state_dict(loaded.values(saved["whole"]))
+        return
+    for name, value in saved["plain"].items():
+        extra[name] = _graft(extra.get(name), loaded.values(value))
+    for name, value in saved["stateful"].items():
+        extra[name].load_state_dict(loaded.values(value))
+
+
+def _graft(live: Any, saved: Any) -> Any:  # noqa: ANN401 - any value that can be kept
+    """Return the saved value, in the live tensor, dict, list or deque where that can hold it: others may share it."""
+    if isinstance(live, torch.Tensor) and isinstance(saved, torch.Tensor):
+        if (
+            live.shape != saved.shape
+            or live.dtype != saved.dtype
+            or type(live) not in {torch.Tensor, torch.nn.Parameter}
+        ):
+            return saved
+        with torch.no_grad():
+            _overwrite(live, saved)
+        return live
+    if type(live) is not type(saved):
+        return saved
+    if isinstance(live, dict):
+        grafted = {key: _graft(live.get(key), value) for key, value in saved.items()}
+        live.clear()
+        live.update(grafted)
+        return live
+    if isinstance(live, list) or (isinstance(live, deque) and live.maxlen == saved.maxlen):
+        old = [*live, *([None] * max(0, len(saved) - len(live)))]
+        grafted_items = [_graft(before, value) for before, value in zip(old, saved, strict=False)]
+        live.clear()
+        live.extend(grafted_items)
+        return live
+    return saved

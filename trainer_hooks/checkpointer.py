@@ -1,0 +1,249 @@
+"""The public object: restore, end each step, close."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import time
+from collections.abc import MutableMapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from toprope.trainer_hooks import wire
+from toprope.trainer_hooks.errors import SidecarUnavailableError, UsageError
+from toprope.trainer_hooks.launch import own_launch_id, this_world
+from toprope.trainer_hooks.modules import model_state
+from toprope.trainer_hooks.restoring import Restorer, agree
+from toprope.trainer_hooks.saving import Saver, Stats
+from toprope.trainer_hooks.session import Session
+from toprope.trainer_hooks.spec import spec_of
+from toprope.trainer_hooks.state import Parts, Stateful, capture
+
+logger = logging.getLogger("toprope")
+MAX_SOCKET_PATH_BYTES = 107
+_JOB = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
+
+WaitFor: TypeAlias = Literal["nothing", "memory", "protected", "ready"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """How a Checkpointer behaves; see there."""
+
+    strict: bool = False
+    socket: Path | None = None
+    sidecar_timeout_s: float = 60.0
+    fresh_ok: bool = False
+
+
+class Checkpointer:
+    """Keeps the state of a trainer safe, and brings it back.
+
+    ::
+
+        ckpt = Checkpointer(job="gpt", model=model, optimizer=optimizer, lr_scheduler=scheduler, dataloader=data)
+        for step in range(ckpt.restore() + 1, steps + 1):
+            train(step)
+            ckpt.end_step(step, loss=loss)
+        ckpt.close()
+
+    Make it after ``init_process_group()``, the same way on each rank. ``strict`` turns a skipped snapshot into an
+    error. ``fresh_ok`` lets ``restore()`` begin at step 0 when there is no sidecar; nothing is saved then.
+    """
+
+    def __init__(  # noqa: PLR0913 - the parts of a trainer, all by keyword
+        self,
+        *,
+        job: str,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None = None,
+        lr_scheduler: Stateful | None = None,
+        dataloader: Stateful | None = None,
+        extra: Stateful | MutableMapping[str, Any] | None = None,
+        scaler: Stateful | None = None,
+        strict: bool = False,
+        socket: str | os.PathLike[str] | None = None,
+        sidecar_timeout_s: float = 60.0,
+        fresh_ok: bool = False,
+    ) -> None:
+        """Check what can be checked before training.
+
+        Raises:
+            UsageError: the job's name or a part can't be used.
+        """
+        if _JOB.fullmatch(job) is None or ".." in job:
+            raise UsageError(
+                f"job {job!r} is not usable: give 1 to 64 of a-z 0-9 . _ - that begin with a letter or digit, "
+                "without '..'"
+            )
+        self._job = job
+        self._parts = Parts(
+            model=model,
+            optimizer=optimizer,
+            lr_scheduler=lr_scheduler,
+            dataloader=dataloader,
+            scaler=scaler,
+            extra=extra,
+        )
+        self._parts.check()
+        self._settings = Settings(
+            strict=strict,
+            socket=_socket_path(job, socket),
+            sidecar_timeout_s=sidecar_timeout_s,
+            fresh_ok=fresh_ok,
+        )
+        self._world = this_world()
+        self._session: Session | None = None
+        self._saver: Saver | None = None
+        self._restored = False
+        self._next_step = 0
+        self._stats = Stats()
+
+    @property
+    def stats(self) -> Stats:
+        """What came of the due steps so far."""
+        return self._stats
+
+    def restore(self) -> int:
+        """Bring the trainer to where the job stands and return that step; 0 for a new job.
+
+        Raises:
+            SidecarUnavailableError: on every rank, when one of them has no sidecar.
+            UsageError: the trainer does not fit the job; nothing was changed.
+            RestoreError: nothing could be restored.
+        """
+        world = self._world
+        launch_id = str(world.broadcast(own_launch_id()))
+        _warn_of_regrouping(self._parts.model, world.size)
+        places = self._places(launch_id)
+        if places is None:
+            logger.warning("no sidecar, and fresh_ok: training begins at step 0 and nothing is saved")
+            return self._begin(0)
+        assert self._session is not None
+        restorer = Restorer(self._session, self._parts, world, launch_id, spec_of(self._parts))
+        attempt = restorer.restore(places)
+        self._saver = Saver(
+            self._session,
+            attempt,
+            world,
+            lambda: capture(self._parts, rank=world.rank, world=world.size),
+            strict=self._settings.strict,
+            stats=self._stats,
+        )
+        return self._begin(attempt.from_step)
+
+    def _begin(self, step: int) -> int:
+        self._restored = True
+        self._next_step = step + 1
+        return step
+
+    def _places(self, launch_id: str) -> tuple[wire.Place, ...] | None:
+        """Return where all ranks sit; None to go on without a sidecar."""
+
+        def greet() -> dict[str, Any]:
+            capture(self._parts, rank=self._world.rank, world=self._world.size)  # what can't be kept is refused here
+            try:
+                welcome = self._connected(launch_id).wait_welcome(self._settings.sidecar_timeout_s)
+            except SidecarUnavailableError:
+                if self._settings.fresh_ok:
+                    return {}
+                raise
+            return {"node": welcome.node, "boot_id": welcome.boot_id}
+
+        answers = agree(self._world, greet)
+        if not all(answers):
+            return None
+        return tuple(wire.Place(rank=rank, **answer) for rank, answer in enumerate(answers))
+
+    def _connected(self, launch_id: str) -> Session:
+        if self._session is None:
+            hello = wire.Hello(
+                job=self._job,
+                launch_id=launch_id,
+                rank=self._world.rank,
+                world=self._world.size,
+                pid=os.getpid(),
+            )
+            assert self._settings.socket is not None
+            self._session = Session(self._settings.socket, hello)
+            self._session.start()
+        return self._session
+
+    def end_step(self, step: int, loss: object = None) -> None:  # noqa: ARG002 - for the trainer's progress, not shown yet
+        """Say that ``step`` optimizer updates are done; a snapshot is taken if the step is due.
+
+        Raises:
+            UsageError: ``restore()`` was not called, or the step is not the one after the last.
+            SupersededError: a later attempt was opened: this process must end.
+            HookError: a snapshot was skipped, with ``strict``.
+        """
+        if step != self._next_step:
+            raise UsageError(self._wrong_step(step))
+        self._next_step = step + 1
+        if self._saver is not None:
+            self._saver.end_step(step)
+
+    def _wrong_step(self, step: int) -> str:
+        if not self._restored:
+            return "call restore() once before the first end_step()"
+        return (
+            f"end_step({step!r}) after step {self._next_step - 1}; the first is one more than what restore() returned, "
+            f"each one more than the last: expected end_step({self._next_step})"
+        )
+
+    def close(self, wait_for: WaitFor = "memory", timeout_s: float = 60.0) -> bool:
+        """End the connection once the last snapshot is as safe as asked for; return whether it is.
+
+        ``memory``: hashed in this node's memory; ``protected``: in a peer's too; ``ready``: in the object store.
+        """
+        if self._session is None:
+            return wait_for == "nothing"
+        end = time.monotonic() + timeout_s
+        safe = self._is_safe(wait_for)
+        while not safe and time.monotonic() < end:
+            time.sleep(0.02)
+            safe = self._is_safe(wait_for)
+        if not safe:
+            logger.warning("step %d is not '%s' after %g s", self._stats.snapshot_step, wait_for, timeout_s)
+        self._session.close(timeout_s=5.0)
+        self._session, self._saver = None, None
+        return safe
+
+    def _is_safe(self, wait_for: WaitFor) -> bool:
+        step = self._stats.snapshot_step
+        if wait_for == "nothing" or self._saver is None or self._session is None or step == 0:
+            return True
+        if wait_for == "memory":
+            return self._saver.last_is_hashed()
+        desired = self._session.desired
+        if desired is None:
+            return False
+        return (desired.protected_step if wait_for == "protected" else desired.ready_step) >= step
+
+
+def _socket_path(job: str, given: str | os.PathLike[str] | None) -> Path:
+    path = os.fspath(given) if given is not None else os.environ.get("CKPT_SOCKET", f"/run/toprope/{job}/sidecar.sock")
+    if len(os.fsencode(path)) > MAX_SOCKET_PATH_BYTES:
+        raise UsageError(f"socket {path!r} is longer than {MAX_SOCKET_PATH_BYTES} bytes; choose a shorter one")
+    return Path(path)
+
+
+def _warn_of_regrouping(model: nn.Module, world: int) -> None:
+    """Say so when DDP would sum gradients in another order after a restart than before it."""
+    if world <= 2:  # noqa: PLR2004 - the sum of two does not depend on their order
+        return
+    for ddp in model_state(model, world=world).ddp:
+        if isinstance(ddp, DistributedDataParallel) and not ddp.find_unused_parameters and not ddp.static_graph:
+            logger.warning(
+                "DDP regroups its gradient buckets after the first backward pass of each process; with %d ranks a "
+                "restarted run then sums in another order and is not bit-identical. Wrap with "
+                "DistributedDataParallel(..., find_unused_parameters=True) if that matters",
+                world,
+            )
+            return

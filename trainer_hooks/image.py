@@ -1,0 +1,294 @@
+"""A shard image: one rank's tensors and document as a plain safetensors file, planned once and written in place.
+
+``plan_image`` says where each tensor goes. The header is JSON padded with spaces to a length that stays the same for
+the life of a plan; tensors follow by element size descending, with no gaps; last comes the document, a byte tensor
+named ``__document__`` whose length may differ from snapshot to snapshot. ``Image`` reads one back.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import mmap
+import os
+import struct
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from toprope.trainer_hooks.errors import StateMismatchError, UnsupportedLeafError
+
+DOCUMENT = "__document__"
+FORMAT = "1"
+MAX_HEADER_BYTES = 100_000_000  # what the safetensors library accepts
+_LENGTH = struct.Struct("<Q")
+_WIDEST = 10**18  # room for any step, attempt or offset when a header's length is chosen
+
+_SAFETENSORS: dict[torch.dtype, str] = {
+    torch.bool: "BOOL",
+    torch.uint8: "U8",
+    torch.int8: "I8",
+    torch.uint16: "U16",
+    torch.int16: "I16",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.uint32: "U32",
+    torch.int32: "I32",
+    torch.float32: "F32",
+    torch.uint64: "U64",
+    torch.int64: "I64",
+    torch.float64: "F64",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.complex64: "C64",
+}
+_AS_BYTES: dict[torch.dtype, str] = {
+    dtype: str(dtype).removeprefix("torch.")
+    for name in ("complex32", "complex128", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn_x2")
+    if isinstance(dtype := getattr(torch, name, None), torch.dtype)
+}
+_BY_NAME = {name: dtype for dtype, name in (_SAFETENSORS | _AS_BYTES).items()}
+
+
+def check_tensor(name: str, tensor: torch.Tensor) -> None:
+    """Check that a tensor can be kept exactly.
+
+    Raises:
+        UnsupportedLeafError: it can't; the message says why.
+    """
+    reason = _refusal(tensor)
+    if reason:
+        raise UnsupportedLeafError(name, reason)
+
+
+def _refusal(tensor: torch.Tensor) -> str:
+    if type(tensor) not in {torch.Tensor, torch.nn.Parameter}:
+        return f"a tensor of class {type(tensor).__module__}.{type(tensor).__qualname__} is not supported yet"
+    if tensor.layout is not torch.strided:
+        return f"a tensor of layout {tensor.layout}; only strided tensors can be kept"
+    if tensor.is_quantized or (tensor.dtype not in _SAFETENSORS and tensor.dtype not in _AS_BYTES):
+        return f"a tensor of dtype {tensor.dtype}, which can't be kept"
+    if tensor.device.type not in {"cpu", "cuda"}:
+        return f"a tensor on device {tensor.device}; only CPU and CUDA tensors can be kept"
+    return ""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a tensor lies: ``begin`` counts from the end of the header."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    begin: int
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The layout of an image. It fits a snapshot as long as ``places`` does."""
+
+    places: tuple[Place, ...]
+    header_bytes: int
+    tensor_bytes: int
+
+    def image_bytes(self, document_bytes: int) -> int:
+        """Return the length of the whole image."""
+        return _LENGTH.size + self.header_bytes + self.tensor_bytes + document_bytes
+
+    def fits(self, tensors: Mapping[str, torch.Tensor]) -> bool:
+        """Say whether this plan is one for these tensors."""
+        if len(tensors) != len(self.places):
+            return False
+        for place in self.places:
+            tensor = tensors.get(place.name)
+            if tensor is None or tensor.dtype is not place.dtype or tuple(tensor.shape) != place.shape:
+                return False
+        return True
+
+
+def plan_image(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> Plan:
+    """Return the layout for these tensors; ``metadata`` gives the keys of the header and the room their values need."""
+    ordered = sorted(tensors.items(), key=lambda item: (-_stored_itemsize(item[1].dtype), item[0]))
+    places, offset = [], 0
+    for name, tensor in ordered:
+        size = tensor.numel() * tensor.dtype.itemsize
+        places.append(Place(name, tensor.dtype, tuple(tensor.shape), offset, size))
+        offset += size
+    widest = {key: value if not value.isdecimal() else str(_WIDEST) for key, value in metadata.items()}
+    header = _header_json(tuple(places), offset, _WIDEST, widest)
+    return Plan(tuple(places), -(-len(header) // 8) * 8, offset)
+
+
+def header_bytes(plan: Plan, document_bytes: int, metadata: Mapping[str, str]) -> bytes:
+    """Return the first bytes of an image: length and header, padded."""
+    text = _header_json(plan.places, plan.tensor_bytes, document_bytes, metadata)
+    assert len(text) <= plan.header_bytes, "the header outgrew its plan"
+    return _LENGTH.pack(plan.header_bytes) + text.ljust(plan.header_bytes)
+
+
+def _header_json(
+    places: tuple[Place, ...], tensor_bytes: int, document_bytes: int, metadata: Mapping[str, str]
+) -> bytes:
+    true_types = {f"dtype:{place.name}": _AS_BYTES[place.dtype] for place in places if place.dtype in _AS_BYTES}
+    header: dict[str, Any] = {"__metadata__": {"format": FORMAT, "document": DOCUMENT, **metadata, **true_types}}
+    for place in places:
+        stored = _SAFETENSORS.get(place.dtype)
+        shape = list(place.shape) if stored else [*place.shape, place.dtype.itemsize]
+        offsets = [place.begin, place.begin + place.bytes]
+        header[place.name] = {"dtype": stored or "U8", "shape": shape, "data_offsets": offsets}
+    offsets = [tensor_bytes, tensor_bytes + document_bytes]
+    header[DOCUMENT] = {"dtype": "U8", "shape": [document_bytes], "data_offsets": offsets}
+    return json.dumps(header, separators=(",", ":")).encode()
+
+
+def _stored_itemsize(dtype: torch.dtype) -> int:
+    return dtype.itemsize if dtype in _SAFETENSORS else 1
+
+
+class Target:
+    """A file mapped for writing whose pages were faulted in, so that a copy into it meets no page fault."""
+
+    def __init__(self, path: Path) -> None:
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            self.bytes = os.fstat(descriptor).st_size
+            self.inode = os.fstat(descriptor).st_ino
+            self._map = mmap.mmap(descriptor, self.bytes)
+        finally:
+            os.close(descriptor)
+        self._view = memoryview(self._map)
+        self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+        _populate(self._address, self.bytes)
+
+    def put(self, offset: int, body: bytes) -> None:
+        """Write these bytes at an offset."""
+        self._view[offset : offset + len(body)] = body
+
+    def put_tensor(self, offset: int, tensor: torch.Tensor) -> None:
+        """Write the logical values of a tensor, row by row, at an offset."""
+        count = tensor.numel() * tensor.dtype.itemsize
+        assert offset + count <= self.bytes
+        if count == 0:
+            return
+        if tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
+            ctypes.memmove(self._address + offset, tensor.data_ptr(), count)
+            return
+        raw = torch.frombuffer(self._view, dtype=torch.uint8, offset=offset, count=count)
+        with torch.no_grad():
+            if tensor.device.type == "cpu":
+                # Gathering first costs a second copy, but is exact for every dtype and stride, lazy views included.
+                plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
+                ctypes.memmove(self._address + offset, plain.data_ptr(), count)
+            else:
+                raw.view(tensor.dtype).reshape(tensor.shape).copy_(tensor.detach())
+
+
+_MADV_POPULATE_WRITE = 23
+
+
+def _populate(address: int, length: int) -> None:
+    """Fault the mapping in; a kernel that can't (before 5.14) leaves that to the first copy."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(length), ctypes.c_int(_MADV_POPULATE_WRITE))
+
+
+def write_image(
+    target: Target, plan: Plan, tensors: Mapping[str, torch.Tensor], document: bytes, metadata: Mapping[str, str]
+) -> int:
+    """Write an image into a mapped file and return its length. When it returns, the bytes are there."""
+    start = _LENGTH.size + plan.header_bytes
+    target.put(0, header_bytes(plan, len(document), metadata))
+    with _device_at_rest(tensors):
+        for place in plan.places:
+            target.put_tensor(start + place.begin, tensors[place.name])
+    target.put(start + plan.tensor_bytes, document)
+    return plan.image_bytes(len(document))
+
+
+@contextmanager
+def _device_at_rest(tensors: Mapping[str, torch.Tensor]) -> Iterator[None]:
+    """Wait for all streams of the devices involved, before the copies and after them."""
+    devices = sorted({tensor.device.index or 0 for tensor in tensors.values() if tensor.device.type == "cuda"})
+    for device in devices:
+        torch.cuda.synchronize(device)
+    yield
+    for device in devices:
+        torch.cuda.synchronize(device)
+
+
+class Image:
+    """An image mapped for reading. Tensors that it gives alias the mapping, and are gone with it."""
+
+    def __init__(self, path: Path, length: int) -> None:
+        """Map the file.
+
+        Raises:
+            StateMismatchError: it is not a shard image of this format.
+            OSError: it can't be read.
+        """
+        self.path = path
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            if os.fstat(descriptor).st_size < length or length < _LENGTH.size:
+                raise StateMismatchError(f"{path}: {os.fstat(descriptor).st_size} bytes; expected at least {length}")
+            # Private and writable: torch warns about memory that it may not write.
+            self._map = mmap.mmap(descriptor, length, access=mmap.ACCESS_COPY)
+        finally:
+            os.close(descriptor)
+        try:
+            self._read_header(length)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise StateMismatchError(f"{path}: not a shard image: {error!r}") from error
+
+    def _read_header(self, length: int) -> None:
+        (header_length,) = _LENGTH.unpack_from(self._map)
+        if header_length > min(MAX_HEADER_BYTES, length - _LENGTH.size):
+            raise ValueError(f"header of {header_length} bytes")
+        header = json.loads(self._map[_LENGTH.size : _LENGTH.size + header_length])
+        self.metadata: dict[str, str] = header.pop("__metadata__")
+        if self.metadata["format"] != FORMAT:
+            raise ValueError(f"format {self.metadata['format']}; this version reads format {FORMAT}")
+        self._start = _LENGTH.size + header_length
+        self.places = {name: self._place(name, entry, length) for name, entry in header.items()}
+
+    def _place(self, name: str, entry: dict[str, Any], length: int) -> Place:
+        true_type = self.metadata.get(f"dtype:{name}")
+        dtype = _BY_NAME[true_type or entry["dtype"]]
+        shape = tuple(entry["shape"][:-1] if true_type else entry["shape"])
+        begin, end = entry["data_offsets"]
+        size = dtype.itemsize
+        for extent in shape:
+            size *= extent
+        if not 0 <= begin <= end <= length - self._start or end - begin != size:
+            raise ValueError(f"{name} lies at {begin} to {end}, and its shape and dtype take {size} bytes")
+        return Place(name, dtype, shape, begin, size)
+
+    def document(self) -> Any:  # noqa: ANN401 - JSON, which the decoder checks
+        """Return the document.
+
+        Raises:
+            StateMismatchError: there is none, or it is not JSON.
+        """
+        place = self.places.get(DOCUMENT)
+        if place is None:
+            raise StateMismatchError(f"{self.path}: no {DOCUMENT}")
+        begin = self._start + place.begin
+        try:
+            return json.loads(self._map[begin : begin + place.bytes])
+        except ValueError as error:
+            raise StateMismatchError(f"{self.path}: {DOCUMENT} is not JSON: {error}") from error
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """Return the tensor of this name, which must be in ``places``."""
+        place = self.places[name]
+        if place.bytes == 0:
+            return torch.empty(place.shape, dtype=place.dtype)
+        raw = torch.frombuffer(
+            memoryview(self._map), dtype=torch.uint8, offset=self._start + place.begin, count=place.bytes
+        )
+        return raw.view(place.dtype).reshape(place.shape)

@@ -1,0 +1,201 @@
+"""Restoring: all ranks come to the same attempt, check what they are given, and apply it, or all of them raise."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from toprope.trainer_hooks import wire
+from toprope.trainer_hooks.apply import Loaded, apply, check
+from toprope.trainer_hooks.errors import (
+    HookError,
+    RestoreError,
+    SidecarUnavailableError,
+    SpecMismatchError,
+    StateMismatchError,
+    SupersededError,
+    UsageError,
+    WorldMismatchError,
+)
+from toprope.trainer_hooks.image import Image
+from toprope.trainer_hooks.launch import World, next_round, versions
+from toprope.trainer_hooks.session import Session
+from toprope.trainer_hooks.state import Parts
+
+logger = logging.getLogger("toprope")
+RETRY_FOR_S = 120.0
+RETRY_EVERY_S = 1.0
+PHASE_TIMEOUT_S = 330.0
+"""Longer than the coordinator's own deadline of 300 s, which can say who was missing."""
+MAX_ROUNDS = 64
+
+_BY_CODE: dict[str, type[HookError]] = {
+    "spec-mismatch": SpecMismatchError,
+    "world-mismatch": WorldMismatchError,
+    "nothing-left": RestoreError,
+    "superseded": SupersededError,
+    "busy": RestoreError,
+    "unavailable": SidecarUnavailableError,
+    "refused": UsageError,
+}
+_BY_NAME = {kind.__name__: kind for kind in (*_BY_CODE.values(), StateMismatchError)}
+
+
+class _NextRound(Exception):  # noqa: N818 - not an error: the way to the next round
+    """The attempt is over before it began; another round may be opened."""
+
+
+def agree(world: World, step: Callable[[], dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return what ``step`` gave on each rank; if it raised on one of them, raise on all.
+
+    Raises:
+        HookError: that of the lowest rank on which it raised, or this rank's own.
+    """
+    try:
+        mine: dict[str, Any] = {"ok": step()}
+        own_error: HookError | None = None
+    except HookError as error:
+        own_error = error
+        mine = {"error": type(error).__name__, "text": str(error)}
+    answers = world.gather(mine)
+    if own_error is not None:
+        raise own_error
+    for rank, answer in enumerate(answers):
+        if "error" in answer:
+            raise _BY_NAME.get(answer["error"], RestoreError)(f"rank {rank}: {answer['text']}")
+    return [answer["ok"] for answer in answers]
+
+
+@dataclass(slots=True)
+class Restorer:
+    """Brings this process into an attempt."""
+
+    session: Session
+    parts: Parts
+    world: World
+    launch_id: str
+    spec: dict[str, Any]
+    retry_for_s: float = RETRY_FOR_S
+    phase_timeout_s: float = PHASE_TIMEOUT_S
+
+    def restore(self, places: tuple[wire.Place, ...]) -> wire.Attempt:
+        """Return the attempt that this process is now in, its source applied.
+
+        Raises:
+            HookError: nothing could be restored, and why.
+        """
+        for _ in range(MAX_ROUNDS):
+            attempt = self._opened(places)
+            try:
+                self._enter(attempt)
+            except _NextRound as reason:
+                logger.warning("attempt %d could not begin: %s; asking for another", attempt.number, reason)
+                continue
+            logger.info("attempt %d begins after step %d (%s)", attempt.number, attempt.from_step, attempt.why)
+            return attempt
+        raise RestoreError(f"no attempt could begin in {MAX_ROUNDS} rounds")
+
+    def _opened(self, places: tuple[wire.Place, ...]) -> wire.Attempt:
+        """Return the attempt of this round: rank 0 asks, all get the same answer."""
+        answer: dict[str, Any] = {}
+        if self.world.rank == 0:
+            answered = self._ask(
+                wire.Open(
+                    launch_id=self.launch_id, round=next_round(), world=places, spec=self.spec, versions=versions()
+                )
+            )
+            answer = {"kind": answered.kind, **asdict(answered)}
+        answer = self.world.broadcast(answer)
+        if answer.pop("kind") == wire.Error.kind:
+            raise _BY_CODE.get(answer["code"], RestoreError)(answer["text"])
+        return wire.Attempt(**{**answer, "schedule": wire.Schedule(**answer["schedule"])})
+
+    def _ask(self, request: wire.Open) -> wire.Attempt | wire.Error:
+        """Ask until there is an answer, or an error that asking again will not change."""
+        end = time.monotonic() + self.retry_for_s
+        refused = wire.Error(code="unavailable", text=f"no attempt was opened within {self.retry_for_s:g} s")
+        while True:
+            left_s = end - time.monotonic()
+            if left_s <= 0:
+                return refused
+            self.session.open(request)
+            answer = self.session.wait_for(wire.Attempt, uid=self.launch_id, phase="", timeout_s=left_s)
+            if isinstance(answer, wire.Attempt) and answer.round == request.round:
+                return answer
+            if isinstance(answer, wire.Error):
+                if answer.code not in {"busy", "unavailable"}:
+                    return answer
+                if answer != refused:
+                    logger.warning("%s: %s; asking again", answer.code, answer.text)
+                refused = answer
+                time.sleep(min(RETRY_EVERY_S, left_s))
+
+    def _enter(self, attempt: wire.Attempt) -> None:
+        self.session.join(attempt.uid)
+        staged = self.session.wait_for(wire.Staged, uid=attempt.uid, phase="", timeout_s=self.phase_timeout_s)
+        if not isinstance(staged, wire.Staged):
+            raise self._end(attempt, staged, "staging the shards")
+        loaded = self._checked(attempt, staged)
+        self._agree(attempt, "staged")
+        try:
+            if loaded is not None:
+                apply(loaded)
+        except Exception as error:
+            self._say(attempt, "applied", ok=False, reason=repr(error))
+            raise RestoreError(f"applying step {attempt.from_step} failed: {error!r}; this process must end") from error
+        with suppress(_NextRound):
+            self._agree(attempt, "applied")
+            return
+        raise RestoreError(f"attempt {attempt.number} failed while it was applied; this process must end")
+
+    def _checked(self, attempt: wire.Attempt, staged: wire.Staged) -> Loaded | None:
+        """Return the checked state, None for a fresh start."""
+        if attempt.source == "fresh":
+            return None
+        try:
+            images = {shard.rank: Image(Path(shard.path), shard.bytes) for shard in staged.shards}
+            if self.world.rank not in images:
+                raise StateMismatchError(f"the sidecar staged no shard of rank {self.world.rank}")
+            for rank, image in images.items():
+                _check_identity(image, rank, attempt)
+            return check(self.parts, images, rank=self.world.rank, world=self.world.size)
+        except OSError as error:
+            self._say(attempt, "staged", ok=False, reason=str(error))
+            raise RestoreError(f"a staged shard can't be read: {error}") from error
+        except UsageError as error:
+            self._say(attempt, "staged", ok=False, reason=str(error))
+            raise
+
+    def _agree(self, attempt: wire.Attempt, phase: str) -> None:
+        """Say that this rank has finished a phase and wait until all have."""
+        self._say(attempt, phase, ok=True)
+        answer = self.session.wait_for(wire.Go, uid=attempt.uid, phase=phase, timeout_s=self.phase_timeout_s)
+        if not isinstance(answer, wire.Go) or not answer.ok:
+            raise self._end(attempt, answer, f"waiting until all ranks have {phase}")
+
+    def _say(self, attempt: wire.Attempt, phase: str, *, ok: bool, reason: str = "") -> None:
+        self.session.verdict(wire.Verdict(attempt_uid=attempt.uid, phase=phase, ok=ok, reason=reason[:4096]))
+
+    def _end(self, attempt: wire.Attempt, answer: wire.Go | wire.Error | None, doing: str) -> Exception:
+        match answer:
+            case wire.Go(ok=False):
+                return _NextRound(answer.reason)
+            case wire.Error():
+                return _BY_CODE.get(answer.code, RestoreError)(answer.text)
+            case _:
+                return SidecarUnavailableError(
+                    f"the sidecar said nothing for {self.phase_timeout_s:g} s while {doing} "
+                    f"(attempt {attempt.number}; {self.session.trouble})"
+                )
+
+
+def _check_identity(image: Image, rank: int, attempt: wire.Attempt) -> None:
+    expected = {"job_uid": attempt.job_uid, "step": str(attempt.from_step), "rank": str(rank)}
+    found = {key: image.metadata.get(key) for key in expected}
+    if found != expected:
+        raise StateMismatchError(f"{image.path}: staged as {expected} and says that it is {found}")

@@ -1,0 +1,178 @@
+"""Saving: on a due step, one copy of the state into a lent slot. It never raises for what is not the user's doing."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from toprope.trainer_hooks import wire
+from toprope.trainer_hooks.errors import HookError, SupersededError, UnsupportedLeafError
+from toprope.trainer_hooks.image import Plan, plan_image, write_image
+from toprope.trainer_hooks.launch import World
+from toprope.trainer_hooks.session import Session
+from toprope.trainer_hooks.slot import Page, SlotState, read_page, write_page
+from toprope.trainer_hooks.slots import Grant
+from toprope.trainer_hooks.state import Snapshot
+
+logger = logging.getLogger("toprope")
+_DOCUMENT_ROOM_BYTES = 64 * 1024
+
+
+@dataclass(slots=True)
+class Stats:
+    """What came of the due steps. ``skipped`` counts by reason."""
+
+    snapshots: int = 0
+    snapshot_step: int = 0
+    skipped: Counter[str] = field(default_factory=Counter)
+
+
+class Saver:
+    """Takes the snapshots of one attempt."""
+
+    def __init__(
+        self,
+        session: Session,
+        attempt: wire.Attempt,
+        world: World,
+        capture: Callable[[], Snapshot],
+        *,
+        strict: bool,
+        stats: Stats,
+    ) -> None:
+        self.stats = stats
+        self._session = session
+        self._attempt = attempt
+        self._world = world
+        self._capture = capture
+        self._strict = strict
+        self._schedule = attempt.schedule
+        self._plan: Plan | None = None
+        self._announced_bytes = 0
+        self._trouble = ""
+        self._last: tuple[wire.Slot, wire.Sealed] | None = None
+
+    def end_step(self, step: int) -> None:
+        """Take a snapshot if the step is due.
+
+        Raises:
+            SupersededError: a later attempt was opened.
+            HookError: a snapshot was skipped, and ``strict`` asks for an error.
+        """
+        desired = self._session.desired
+        if desired is not None:
+            self._heed(desired, step)
+        if self._announced_bytes == 0:
+            self._announce()
+        if self._schedule.due(step):
+            self._save(step)
+
+    def _heed(self, desired: wire.Desired, step: int) -> None:
+        if desired.attempt > self._attempt.number:
+            raise SupersededError(
+                f"attempt {desired.attempt} of the job was opened after this one, number {self._attempt.number}: "
+                "this process saves nothing more and must end"
+            )
+        if desired.attempt_uid == self._attempt.uid and step > desired.schedule.from_step:
+            self._schedule = desired.schedule
+
+    def _announce(self) -> None:
+        """Tell the sidecar how large an image is, once the first update has made the optimizer's state."""
+        try:
+            snapshot = self._capture()
+        except UnsupportedLeafError as error:
+            self._note_trouble("unsupported value", str(error))
+            return
+        self._announce_size(self._plan_for(snapshot).image_bytes(len(snapshot.document)), len(snapshot.document))
+
+    def _announce_size(self, image_bytes: int, document_bytes: int) -> None:
+        self._announced_bytes = image_bytes + document_bytes // 2 + _DOCUMENT_ROOM_BYTES
+        self._session.size(self._announced_bytes)
+
+    def _save(self, step: int) -> None:
+        if not self._session.connected:
+            self._skip(step, "no sidecar", self._session.trouble)
+            return
+        grant = self._session.slots.take()
+        if grant is None:
+            self._skip(step, "no free slot", "all slots are in use, or the sidecar has not made them yet")
+            return
+        try:
+            snapshot = self._capture()
+        except UnsupportedLeafError as error:
+            self._session.slots.give_back(grant)
+            self._skip(step, "unsupported value", str(error))
+            return
+        plan = self._plan_for(snapshot)
+        needed = plan.image_bytes(len(snapshot.document))
+        if needed > grant.target.bytes:
+            self._announce_size(needed, len(snapshot.document))
+            self._skip(step, "state has grown", f"a slot has {grant.target.bytes} bytes and the state needs {needed}")
+            return
+        self._fill(grant, step, plan, snapshot)
+
+    def _plan_for(self, snapshot: Snapshot) -> Plan:
+        if self._plan is None or not self._plan.fits(snapshot.tensors):
+            self._plan = plan_image(snapshot.tensors, self._metadata(0))
+        return self._plan
+
+    def _metadata(self, step: int) -> dict[str, str]:
+        return {
+            "job_uid": self._attempt.job_uid,
+            "attempt": str(self._attempt.number),
+            "attempt_uid": self._attempt.uid,
+            "step": str(step),
+            "rank": str(self._world.rank),
+            "world": str(self._world.size),
+        }
+
+    def _fill(self, grant: Grant, step: int, plan: Plan, snapshot: Snapshot) -> None:
+        slot = grant.slot
+        page = Page(
+            state=SlotState.WRITING,
+            seq=slot.seq,
+            launch_id=self._attempt.launch_id,
+            rank=self._world.rank,
+            world=self._world.size,
+            attempt=self._attempt.number,
+            attempt_uid=self._attempt.uid,
+            step=step,
+        )
+        try:
+            write_page(Path(slot.page_path), page)
+            written = write_image(grant.target, plan, snapshot.tensors, snapshot.document, self._metadata(step))
+            write_page(Path(slot.page_path), replace(page, state=SlotState.SEALED, bytes=written))
+        except OSError as error:
+            self._skip(step, "slot can't be written", str(error))
+            return
+        sealed = wire.Sealed(slot=slot.slot, seq=slot.seq, attempt_uid=self._attempt.uid, step=step, bytes=written)
+        self._session.sealed(sealed)
+        self._last = (slot, sealed)
+        self.stats.snapshots += 1
+        self.stats.snapshot_step = step
+        if self._trouble:
+            logger.info("saving again: step %d is in slot %d", step, slot.slot)
+            self._trouble = ""
+
+    def last_is_hashed(self) -> bool:
+        """Say whether the sidecar has hashed the newest snapshot, or has gone on to use its slot again."""
+        if self._last is None:
+            return True
+        slot, sealed = self._last
+        page = read_page(Path(slot.page_path))
+        return page.seq != sealed.seq or page.state not in {SlotState.WRITING, SlotState.SEALED}
+
+    def _skip(self, step: int, reason: str, detail: str) -> None:
+        self.stats.skipped[reason] += 1
+        self._session.skipped(wire.Skipped(attempt_uid=self._attempt.uid, step=step, reason=reason))
+        self._note_trouble(reason, f"step {step} was not saved: {detail}")
+
+    def _note_trouble(self, reason: str, detail: str) -> None:
+        if self._strict:
+            raise HookError(f"{reason}: {detail}")
+        if reason != self._trouble:
+            self._trouble = reason
+            logger.warning("%s: %s; training goes on", reason, detail)

@@ -1,0 +1,239 @@
+"""State as a typed JSON document with its tensors set apart.
+
+``encode`` walks a value and returns JSON in which each value keeps its exact type; ``decode`` is its inverse. Plain
+JSON values stand for themselves; everything else is an object whose ``$`` names its type. Tensors are handed to a
+callback, which returns what stands for them in the document. What can't be kept exactly is refused by name.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+import struct
+import sys
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+
+from toprope.trainer_hooks.errors import StateMismatchError, UnsupportedLeafError
+
+Json: TypeAlias = Any
+"""What ``json`` reads and writes; checked by ``decode``."""
+
+MAX_DEPTH = 64
+_TAG = "$"
+_WIDE = 1 << 63  # integers from here on are written in hexadecimal: other JSON readers would round them
+_FACTORIES: dict[str, type] = {kind.__name__: kind for kind in (int, float, str, bool, list, dict, set)}
+
+
+@dataclass(frozen=True, slots=True)
+class Encoder:
+    """Encodes values; ``on_tensor(name, tensor)`` returns the JSON object that stands for a tensor."""
+
+    on_tensor: Callable[[str, torch.Tensor], dict[str, Json]]
+
+    def encode(self, name: str, value: object, depth: int = 0) -> Json:  # noqa: PLR0911 - one line for each kind
+        """Return the JSON of a value; ``name`` is its dotted path.
+
+        Raises:
+            UnsupportedLeafError: it, or a value in it, can't be kept exactly.
+        """
+        if depth > MAX_DEPTH:
+            raise UnsupportedLeafError(name, f"nested deeper than {MAX_DEPTH} levels, or in itself")
+        kind = type(value)
+        if value is None or kind in {bool, str}:
+            return _checked_text(name, value)
+        if kind is int:
+            return _int(value)  # type: ignore[arg-type]
+        if kind is float:
+            return _float(value)  # type: ignore[arg-type]
+        if isinstance(value, torch.Tensor):
+            return self.on_tensor(name, value)
+        if kind is list:
+            return self._items(name, value, depth)  # type: ignore[arg-type]
+        if kind is dict:
+            return self._dict(name, value, depth)  # type: ignore[arg-type]
+        return self._tagged(name, value, depth)
+
+    def _items(self, name: str, items: Iterable[object], depth: int) -> list[Json]:
+        return [self.encode(f"{name}.{index}", item, depth + 1) for index, item in enumerate(items)]
+
+    def _dict(self, name: str, value: dict[object, object], depth: int) -> Json:
+        if _TAG not in value and all(type(key) is str for key in value):
+            return {
+                _checked_text(name, key): self.encode(f"{name}.{key}", item, depth + 1) for key, item in value.items()
+            }
+        return {_TAG: "dict", "v": self._pairs(name, value, depth)}
+
+    def _pairs(self, name: str, value: dict[Any, Any], depth: int) -> list[Json]:
+        return [
+            [self.encode(f"{name}.{key!r} (key)", key, depth + 1), self.encode(f"{name}.{key}", item, depth + 1)]
+            for key, item in value.items()
+        ]
+
+    def _tagged(self, name: str, value: object, depth: int) -> Json:
+        tag = _SEQUENCES.get(type(value))
+        if tag is not None:
+            return {_TAG: tag, "v": self._items(name, value, depth)}  # type: ignore[arg-type]
+        match value:
+            case OrderedDict() if type(value) is OrderedDict:
+                return {_TAG: "OrderedDict", "v": self._pairs(name, value, depth)}
+            case Counter() if type(value) is Counter:
+                return {_TAG: "Counter", "v": self._pairs(name, value, depth)}
+            case defaultdict() if type(value) is defaultdict:
+                return {_TAG: "defaultdict", "of": _factory_name(name, value), "v": self._pairs(name, value, depth)}
+            case deque() if type(value) is deque:
+                return {_TAG: "deque", "maxlen": value.maxlen, "v": self._items(name, value, depth)}
+            case _:
+                return _leaf(name, value)
+
+
+def _checked_text(name: str, value: object) -> Json:
+    if isinstance(value, str) and not value.isascii():
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            raise UnsupportedLeafError(name, "text with a lone surrogate, which UTF-8 can't hold") from error
+    return value
+
+
+def _int(value: int) -> Json:
+    return value if -_WIDE <= value < _WIDE else {_TAG: "int", "v": hex(value)}
+
+
+def _float(value: float) -> Json:
+    return value if math.isfinite(value) else {_TAG: "float", "v": struct.pack(">d", value).hex()}
+
+
+def _factory_name(name: str, value: defaultdict[Any, Any]) -> str | None:
+    factory = value.default_factory
+    if factory is None:
+        return None
+    for known, kind in _FACTORIES.items():
+        if factory is kind:
+            return known
+    raise UnsupportedLeafError(name, f"a defaultdict whose factory is not one of {', '.join(_FACTORIES)}")
+
+
+def _leaf(name: str, value: object) -> dict[str, Json]:
+    match value:
+        case bytes() if type(value) is bytes:
+            return {_TAG: "bytes", "v": _base64(value)}
+        case bytearray() if type(value) is bytearray:
+            return {_TAG: "bytearray", "v": _base64(value)}
+        case complex() if type(value) is complex:
+            return {_TAG: "complex", "v": struct.pack(">dd", value.real, value.imag).hex()}
+        case torch.dtype():
+            return {_TAG: "torch.dtype", "v": str(value).removeprefix("torch.")}
+        case torch.device():
+            return {_TAG: "torch.device", "v": str(value)}
+        case _:
+            return _numpy_leaf(name, value)
+
+
+def _numpy_leaf(name: str, value: object) -> dict[str, Json]:
+    numpy: Any = sys.modules.get("numpy")
+    if numpy is not None and isinstance(value, (numpy.ndarray, numpy.generic)):
+        dtype = value.dtype
+        if type(value) is not numpy.ndarray and not isinstance(value, numpy.generic):
+            raise UnsupportedLeafError(name, f"a {_full_name(value)}, a subclass of numpy.ndarray")
+        if dtype.kind not in "biufcSU" or dtype.metadata is not None:
+            raise UnsupportedLeafError(name, f"a NumPy value of dtype {dtype}; numbers, bool and text can be kept")
+        tag = "ndarray" if type(value) is numpy.ndarray else "numpy"
+        return {_TAG: tag, "dtype": dtype.str, "shape": list(value.shape), "v": _base64(value.tobytes())}
+    raise UnsupportedLeafError(
+        name,
+        f"a {_full_name(value)} can't be kept exactly; keep it as None, bool, int, float, str, bytes, list, tuple, "
+        "dict, set, deque, NumPy array or tensor, or give an object with state_dict() and load_state_dict()",
+    )
+
+
+_SEQUENCES: dict[type, str] = {tuple: "tuple", set: "set", frozenset: "frozenset", torch.Size: "torch.Size"}
+
+
+def _full_name(value: object) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}"
+
+
+def _base64(value: bytes | bytearray) -> str:
+    return base64.b64encode(value).decode()
+
+
+@dataclass(frozen=True, slots=True)
+class Decoder:
+    """Decodes documents; ``on_tensor(entry)`` returns the tensor that an encoder's JSON object stands for."""
+
+    on_tensor: Callable[[dict[str, Json]], torch.Tensor]
+
+    def decode(self, value: Json) -> Any:  # noqa: ANN401 - any value that can be kept
+        """Return the value that was encoded.
+
+        Raises:
+            StateMismatchError: it is not what ``Encoder`` writes.
+        """
+        if isinstance(value, list):
+            return [self.decode(item) for item in value]
+        if not isinstance(value, dict):
+            return value
+        if _TAG not in value:
+            return {key: self.decode(item) for key, item in value.items()}
+        try:
+            return self._tagged(value[_TAG], value)
+        except (KeyError, TypeError, ValueError, AttributeError, struct.error) as error:
+            raise StateMismatchError(f"the checkpoint holds a value that this version can't read: {error!r}") from error
+
+    def _tagged(self, tag: str, value: dict[str, Json]) -> Any:  # noqa: ANN401 - any value that can be kept
+        if tag == "tensor":
+            return self.on_tensor(value)
+        scalar = _SCALARS.get(tag)
+        if scalar is not None:
+            return scalar(value["v"])
+        if tag in {"ndarray", "numpy"}:
+            return _numpy_value(value)
+        items = self.decode(value["v"])
+        if tag == "deque":
+            return deque(items, maxlen=value["maxlen"])
+        if tag == "defaultdict":
+            return defaultdict(None if value["of"] is None else _FACTORIES[value["of"]], _as_pairs(items))
+        return _COLLECTIONS[tag](items)
+
+
+def _as_pairs(items: list[list[Any]]) -> list[tuple[Any, Any]]:
+    return [(key, value) for key, value in items]
+
+
+def _torch_dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name)
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"{name} is no dtype")
+    return dtype
+
+
+_SCALARS: dict[str, Callable[[str], Any]] = {
+    "int": lambda text: int(text, 16),
+    "float": lambda text: struct.unpack(">d", bytes.fromhex(text))[0],
+    "complex": lambda text: complex(*struct.unpack(">dd", bytes.fromhex(text))),
+    "bytes": base64.b64decode,
+    "bytearray": lambda text: bytearray(base64.b64decode(text)),
+    "torch.dtype": _torch_dtype,
+    "torch.device": torch.device,
+}
+_COLLECTIONS: dict[str, Callable[[list[Any]], Any]] = {
+    "tuple": tuple,
+    "set": set,
+    "frozenset": frozenset,
+    "torch.Size": torch.Size,
+    "dict": lambda items: dict(_as_pairs(items)),
+    "OrderedDict": lambda items: OrderedDict(_as_pairs(items)),
+    "Counter": lambda items: Counter(dict(_as_pairs(items))),
+}
+
+
+def _numpy_value(value: dict[str, Json]) -> Any:  # noqa: ANN401 - an array or a scalar
+    import numpy as np  # noqa: PLC0415 - only a trainer that used NumPy has such values
+
+    array = np.frombuffer(base64.b64decode(value["v"]), dtype=np.dtype(value["dtype"])).reshape(value["shape"])
+    return array.copy() if value[_TAG] == "ndarray" else array[()]
