@@ -1,0 +1,145 @@
+"""Small valid stores, made without a trainer: shard images, indexes, manifests and the log that names them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import struct
+from dataclasses import dataclass, field
+
+from tests.support.logs import JOB_UID, LogWriter, attempt, job, ready, uid
+
+from toprope.store.errors import AlreadyExistsError
+from toprope.store.manifest import Manifest, Shard, encode, sha256
+from toprope.store.names import Key, facts_key, index_key, manifest_key, shard_key
+from toprope.store.objects.protocol import ObjectStore
+from toprope.store.records import AttemptFacts, Elected, Held, Member
+from toprope.store.shard import hash_image, index_of
+
+
+def shard_image(*, step: int, rank: int, world: int = 2, number: int = 1, job_uid: str = JOB_UID) -> bytes:
+    """Return a shard image whose bytes depend on step and rank: two tensors and a document."""
+    weight = struct.pack("<6f", *(step + rank + at / 8 for at in range(6)))
+    moment = struct.pack("<3d", *(step * rank + at for at in range(3)))
+    document = json.dumps({"step": step, "rank": rank}).encode()
+    tensors = {
+        "optimizer.state.weight.exp_avg": ("F64", [3], moment),
+        "model.weight": ("F32", [2, 3], weight),
+        "model.empty": ("F32", [0, 7], b""),
+        "__document__": ("U8", [len(document)], document),
+    }
+    metadata = {
+        "format": "1",
+        "job_uid": job_uid,
+        "attempt": str(number),
+        "attempt_uid": uid(number),
+        "step": str(step),
+        "rank": str(rank),
+        "world": str(world),
+        "document": "__document__",
+    }
+    return safetensors_image(tensors, metadata)
+
+
+def safetensors_image(tensors: dict[str, tuple[str, list[int], bytes]], metadata: dict[str, str] | None) -> bytes:
+    """Return a safetensors file of these tensors (dtype, shape, bytes), in this order, padded to 8 bytes."""
+    header: dict[str, object] = {} if metadata is None else {"__metadata__": metadata}
+    at = 0
+    for name, (dtype, shape, body) in tensors.items():
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [at, at + len(body)]}
+        at += len(body)
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text = text.ljust(-(-len(text) // 8) * 8)
+    return struct.pack("<Q", len(text)) + text + b"".join(body for _, _, body in tensors.values())
+
+
+@dataclass
+class JobBuilder:
+    """Puts a job into a store: ``begin``, then ``open_attempt`` and ``checkpoint`` as often as wanted."""
+
+    store: ObjectStore
+    name: str = "job"
+    world: int = 2
+    log: LogWriter = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.log = LogWriter(self.store, self.name)
+
+    def begin(self) -> JobBuilder:
+        spec = self._put_facts(b'{"model":{"weight":["F32",[2,3]]}}')
+        self.log.add(job(self.name), Elected(), job(self.name, spec=spec))
+        return self.open_attempt()
+
+    def open_attempt(self, *, ready: int | None = None, held: Held | None = None, from_step: int = 0) -> JobBuilder:
+        number = self.log.state.attempt_number + 1
+        members = tuple(Member(rank=rank, node=f"n{rank}", boot_id=f"{rank:032x}") for rank in range(self.world))
+        facts = encode(AttemptFacts(world=members, held_digests=(), versions={"python": "3.11.7"}))
+        spec = self.log.state.spec_sha256
+        assert spec is not None
+        opened = attempt(
+            number,
+            ready=ready,
+            held=held,
+            from_step=from_step,
+            world_size=self.world,
+            facts_sha256=self._put_facts(facts),
+            spec_sha256=spec,
+        )
+        self.log.add(opened)
+        return self
+
+    def checkpoint(self, step: int) -> int:
+        """Write the shards, the indexes and the manifest of a step, append READY, and return its number."""
+        state = self.log.state
+        current = state.attempt
+        assert current is not None
+        shards = tuple(self.put_shard(step=step, rank=rank) for rank in range(self.world))
+        manifest = Manifest(
+            job=self.name,
+            job_uid=state.job_uid,
+            attempt=current.attempt,
+            attempt_uid=current.uid,
+            step=step,
+            world=self.world,
+            spec_sha256=current.spec_sha256,
+            shards=shards,
+        )
+        body = encode(manifest)
+        total = sum(shard.bytes for shard in shards)
+        digest = sha256(body)
+        self.store.create(manifest_key(self.name, attempt=current.attempt, step=step, sha256=digest), body)
+        return self.log.add(ready(step, number=current.attempt, parent=state.head, manifest=digest, size_bytes=total))
+
+    def put_shard(self, *, step: int, rank: int) -> Shard:
+        """Write the shard image and the index of a rank, and return its line in the manifest."""
+        number = self.log.state.attempt_number
+        image = shard_image(step=step, rank=rank, world=self.world, number=number, job_uid=self.log.state.job_uid)
+        key = shard_key(
+            self.name, attempt=number, step=step, rank=rank, world=self.world, nonce=f"{self.log.state.n:08x}"
+        )
+        self.store.create(key, image)
+        index = index_of(hash_image(memoryview(image), name=key), key=key)
+        body = encode(index)
+        named = index_key(self.name, attempt=number, step=step, rank=rank, world=self.world, sha256=sha256(body))
+        self.store.create(named, body)
+        return Shard(
+            rank=rank,
+            index_key=named,
+            index_sha256=sha256(body),
+            bytes=index.files[0].bytes,
+            digest=index.files[0].digest,
+        )
+
+    def _put_facts(self, body: bytes) -> str:
+        digest = sha256(body)
+        with contextlib.suppress(AlreadyExistsError):
+            self.store.create(Key(facts_key(self.name, digest)), body)
+        return digest
+
+
+def small_store(store: ObjectStore, *, steps: tuple[int, ...] = (10, 20), name: str = "job") -> JobBuilder:
+    """Put a job of two ranks with one attempt and these READY steps into a store."""
+    builder = JobBuilder(store, name).begin()
+    for step in steps:
+        builder.checkpoint(step)
+    return builder
