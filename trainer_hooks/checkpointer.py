@@ -104,6 +104,12 @@ class Checkpointer:
         self._restored = False
         self._next_step = 0
         self._stats = Stats()
+        self._sources: tuple[wire.StagedShard, ...] = ()
+
+    @property
+    def sources(self) -> tuple[wire.StagedShard, ...]:
+        """The shards that ``restore()`` used, each with the tier and node that it came from; empty for a new job."""
+        return self._sources
 
     @property
     def stats(self) -> Stats:
@@ -128,6 +134,7 @@ class Checkpointer:
         assert self._session is not None
         restorer = Restorer(self._session, self._parts, world, launch_id, spec_of(self._parts))
         attempt = restorer.restore(places)
+        self._sources = restorer.staged
         self._saver = Saver(
             self._session,
             attempt,

@@ -82,6 +82,8 @@ class Restorer:
     spec: dict[str, Any]
     retry_for_s: float = RETRY_FOR_S
     phase_timeout_s: float = PHASE_TIMEOUT_S
+    staged: tuple[wire.StagedShard, ...] = ()
+    """The shards that the attempt began from, each with the tier and node that it came from."""
 
     def restore(self, places: tuple[wire.Place, ...]) -> wire.Attempt:
         """Return the attempt that this process is now in, its source applied.
@@ -140,6 +142,7 @@ class Restorer:
         staged = self.session.wait_for(wire.Staged, uid=attempt.uid, phase="", timeout_s=self.phase_timeout_s)
         if not isinstance(staged, wire.Staged):
             raise self._end(attempt, staged, "staging the shards")
+        self.staged = staged.shards
         loaded = self._checked(attempt, staged)
         self._agree(attempt, "staged")
         try:

@@ -1,7 +1,9 @@
-"""A process that has imported torch and the example, and forks ranks from there: a start costs milliseconds.
+"""A process that has imported what its children need, and forks them from there: a start costs milliseconds.
 
-It reads one JSON line for each order, ``{"arguments": […], "env": {…}, "log": PATH}``, and answers ``{"pid": N}``; when
-a rank ends it writes ``{"pid": N, "status": S}``, negative for a signal. It ends when its input does.
+``python -m toprope.chaos.live.forkserver [MODULE…]`` imports the modules, then reads one JSON line for each order,
+``{"target": "MODULE:FUNCTION", "arguments": […], "env": {…}, "log": PATH}``; the child calls the function with the
+arguments. It answers ``{"pid": N}``, and when a child ends ``{"pid": N, "status": S}``, negative for a signal. It ends
+when its input does.
 """
 
 from __future__ import annotations
@@ -14,17 +16,14 @@ import selectors
 import signal
 import sys
 import traceback
-from pathlib import Path
 from typing import Any
 
-WARM = ("torch.distributed", "torch.nn.parallel")
+from toprope.chaos.live.processes import die_with_parent
 
 
 def main() -> None:
-    """Serve until standard input ends. The one argument is the directory of the example."""
-    sys.path.insert(0, sys.argv[1])
-    train = importlib.import_module("train")
-    for name in WARM:
+    """Serve until standard input ends."""
+    for name in sys.argv[1:]:
         importlib.import_module(name)
     _answer({"ready": os.getpid()})
     orders = os.fdopen(0, "rb", buffering=0, closefd=False)
@@ -40,24 +39,25 @@ def main() -> None:
                 if key.fd == wake_read:
                     os.read(wake_read, 4096)
                     _tell_ended()
-                elif not _serve(train, orders.readline()):
+                elif not _serve(orders.readline()):
                     return
 
 
-def _serve(train: Any, line: bytes) -> bool:  # noqa: ANN401 - the example's module
+def _serve(line: bytes) -> bool:
     if not line:
         return False
     order = json.loads(line)
     pid = os.fork()
     if pid == 0:
-        _become_rank(train, order)
+        _become(order)
     _answer({"pid": pid})
     return True
 
 
-def _become_rank(train: Any, order: dict[str, Any]) -> None:  # noqa: ANN401 - the example's module
+def _become(order: dict[str, Any]) -> None:
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    die_with_parent()
     log = os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     for descriptor in (1, 2):
@@ -65,7 +65,8 @@ def _become_rank(train: Any, order: dict[str, Any]) -> None:  # noqa: ANN401 - t
     os.environ.update(order["env"])
     status = 1
     try:
-        train.main(order["arguments"])
+        module, function = order["target"].split(":")
+        getattr(importlib.import_module(module), function)(order["arguments"])
         status = 0
     except SystemExit as ended:
         status = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
@@ -87,9 +88,8 @@ def _tell_ended() -> None:
 
 
 def _answer(answer: dict[str, int]) -> None:
-    os.write(sys.__stdout__.fileno() if sys.__stdout__ is not None else 1, json.dumps(answer).encode() + b"\n")
+    os.write(1, json.dumps(answer).encode() + b"\n")
 
 
 if __name__ == "__main__":
-    assert Path(sys.argv[1]).is_dir()
     main()

@@ -50,7 +50,7 @@ class Process:
                 stdout=stream,
                 stderr=stream,
                 env=dict(os.environ) | dict(env or {}),
-                preexec_fn=_die_with_parent,  # noqa: PLW1509 - one prctl call; these programs start no threads before it
+                preexec_fn=die_with_parent,  # noqa: PLW1509 - one prctl call; these programs start no threads before it
             )
 
     @property
@@ -176,7 +176,8 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _die_with_parent() -> None:
+def die_with_parent() -> None:
+    """Ask Linux to kill this process when its parent dies."""
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 

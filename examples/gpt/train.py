@@ -136,7 +136,7 @@ def train(options: argparse.Namespace, journal: Journal, *, rank: int, world: in
     """Train from where the job stands to the last step; leave the final digests in ``<out>/final-rank-<r>.json``."""
     trainer = build(options, rank=rank, world=world)
     checkpointer = None
-    first = 1
+    first, restored = 1, []
     if not options.no_hooks:
         from toprope.trainer_hooks import Checkpointer  # noqa: PLC0415 - not needed with --no-hooks
 
@@ -148,7 +148,8 @@ def train(options: argparse.Namespace, journal: Journal, *, rank: int, world: in
             dataloader=trainer.data,
         )
         first = checkpointer.restore() + 1  # toprope
-    journal.write("begin", step=first - 1)
+        restored = [{"rank": one.rank, "tier": one.tier, "node": one.node} for one in checkpointer.sources]
+    journal.write("begin", step=first - 1, restored=restored)
     for step in range(first, options.steps + 1):
         loss = trainer.step()
         if checkpointer is not None:
@@ -173,12 +174,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if world > 1:
         backend = "gloo" if options.device == "cpu" else "cpu:gloo,cuda:nccl"
         dist.init_process_group(backend, timeout=timedelta(seconds=options.timeout))
-    try:
-        with one_line(options):
+    with one_line(options):
+        try:
             train(options, journal, rank=rank, world=world)
-    except BaseException as error:
-        journal.write("failed", error=f"{type(error).__name__}: {error}"[:500])
-        raise
+        except Exception as error:
+            journal.write("failed", error=f"{type(error).__name__}: {error}"[:500])
+            raise
     if world > 1:
         dist.destroy_process_group()
 
