@@ -150,14 +150,13 @@ def metrics(module_name: str) -> None:
 
 
 def declared_metrics(module_name: str) -> list[tuple[str, str, str, str]]:
-    """Return name, kind, labels and meaning of each metric that a module declares."""
+    """Return name, kind, labels and meaning of each metric in the registry that a module declares."""
     module = importlib.import_module(module_name)
+    registry = module.REGISTRY if hasattr(module, "REGISTRY") else module.Metrics().registry
     rows = []
-    for metric in vars(module).values():
-        name, kind = getattr(metric, "_name", None), getattr(metric, "_type", None)
-        if isinstance(name, str) and isinstance(kind, str):
-            name += "_total" if kind == "counter" else ""
-            rows.append((f"`{name}`", kind, ", ".join(metric._labelnames), metric._documentation))  # noqa: SLF001 - the library has no public way
+    for metric in registry._collector_to_names:  # noqa: SLF001 - the library shows labels in no public way
+        name = f"`{metric._name}{'_total' if metric._type == 'counter' else ''}`"  # noqa: SLF001
+        rows.append((name, metric._type, ", ".join(metric._labelnames), metric._documentation))  # noqa: SLF001
     return rows
 
 
