@@ -1,0 +1,59 @@
+"""A broker for one machine, in a child process: ``python -m toprope.coordinator.adapters.broker HOST:PORT`` runs one.
+
+It is iotcore's, with messages as long as our documents may be. It ends with its parent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+
+from toprope.coordinator.config import Address, address
+from toprope.coordinator.wire import MAX_DESIRED_BYTES
+from toprope.store.errors import UsageError
+
+_ENVELOPE_BYTES = 64 * 1024
+
+
+@contextlib.contextmanager
+def embedded(listen: Address) -> Iterator[Address]:
+    """Run a broker while the context lasts; gives the address it listens on. Blocks until it does.
+
+    Raises:
+        UsageError: iotcore is not installed, or the address can't be listened on.
+    """
+    try:
+        from iotcore import Broker  # noqa: PLC0415 - needed only where a broker is embedded
+    except ModuleNotFoundError as error:
+        raise UsageError("the embedded broker needs the package 'iotcore': install toprope[service]") from error
+    chosen = listen if listen.port else Address(host=listen.host, port=free_port(listen.host))
+    broker = Broker(port=chosen.port, listen=chosen.host, max_payload_size=MAX_DESIRED_BYTES + _ENVELOPE_BYTES)
+    try:
+        broker.start()
+    except (OSError, RuntimeError) as error:
+        raise UsageError(f"the embedded broker can't listen on {chosen}: {error}") from error
+    try:
+        yield chosen
+    finally:
+        broker.stop()
+
+
+def free_port(host: str) -> int:
+    """Return a port that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])
+
+
+def main() -> None:
+    """Run a broker at the address given as the only argument, until told to end."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    with contextlib.suppress(KeyboardInterrupt), embedded(address(sys.argv[1], what="address")):
+        signal.pause()
+
+
+if __name__ == "__main__":
+    main()

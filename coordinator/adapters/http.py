@@ -1,0 +1,168 @@
+"""The coordinator's HTTP server: documents without a broker, requests for attempts, status, metrics."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import hmac
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Protocol
+
+import msgspec
+from aiohttp import web
+from aiohttp.typedefs import Handler, Middleware
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+
+from toprope.coordinator.config import Address
+from toprope.coordinator.wire import (
+    MAX_INVENTORY_BYTES,
+    MAX_OPEN_BYTES,
+    Desired,
+    DocumentError,
+    Inventory,
+    OpenAnswer,
+    OpenRequest,
+    decode,
+    encode,
+)
+from toprope.store.errors import UsageError
+
+_WAIT_S_MAX = 30.0
+
+
+class Service(Protocol):
+    """What the server serves."""
+
+    @property
+    def registry(self) -> CollectorRegistry:
+        """Return the metrics, as they are now."""
+
+    def heard(self, inventory: Inventory) -> None:
+        """Take in an inventory whose sender is there."""
+
+    def desired(self) -> Desired | None:
+        """Return how the job is wanted to be; None: not known yet."""
+
+    async def desired_after(self, term: int, version: int) -> None:
+        """Return once there is a Desired newer than (term, version)."""
+
+    async def open(self, request: OpenRequest) -> OpenAnswer:
+        """Return the attempt for a launch, or why there is none."""
+
+    def status(self) -> msgspec.Struct | None:
+        """Return what is safe where; None: not known yet."""
+
+
+def application(service: Service, *, token: str) -> web.Application:
+    """Return the routes, which all but ``/healthz`` ask for the token if there is one."""
+    app = web.Application(client_max_size=MAX_OPEN_BYTES, middlewares=[_authorise(token)] if token else [])
+    routes = _Routes(service)
+    app.add_routes(
+        [
+            web.put("/v1/nodes/{node}/inventory", routes.put_inventory),
+            web.post("/v1/attempts", routes.post_attempt),
+            web.get("/v1/desired", routes.get_desired),
+            web.get("/v1/status", routes.get_status),
+            web.get("/healthz", routes.get_health),
+            web.get("/metrics", routes.get_metrics),
+        ]
+    )
+    return app
+
+
+@asynccontextmanager
+async def served(app: web.Application, listen: Address) -> AsyncIterator[str]:
+    """Serve while the context lasts; gives the url.
+
+    Raises:
+        UsageError: the address can't be listened on.
+    """
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
+    await runner.setup()
+    try:
+        site = web.TCPSite(runner, listen.host, listen.port)
+        try:
+            await site.start()
+        except OSError as error:
+            why = "it is in use" if error.errno == errno.EADDRINUSE else str(error)
+            raise UsageError(f"can't listen on {listen}: {why}; give another --listen, or port 0 for any") from error
+        host = f"[{listen.host}]" if ":" in listen.host else listen.host
+        yield f"http://{host}:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()
+
+
+def _authorise(token: str) -> Middleware:
+    wanted = f"Bearer {token}".encode()
+
+    @web.middleware
+    async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
+        given = request.headers.get("Authorization", "").encode()
+        if request.path != "/healthz" and not hmac.compare_digest(given, wanted):
+            raise web.HTTPUnauthorized(text="the token is missing or not the coordinator's: check --token-file\n")
+        return await handler(request)
+
+    return check
+
+
+class _Routes:
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    async def put_inventory(self, request: web.Request) -> web.Response:
+        body = await request.content.read(MAX_INVENTORY_BYTES + 1)
+        try:
+            inventory = decode(body, Inventory, limit=MAX_INVENTORY_BYTES)
+        except DocumentError as error:
+            raise web.HTTPBadRequest(text=f"{error}\n") from error
+        if inventory.node != request.match_info["node"]:
+            raise web.HTTPBadRequest(text="the inventory names another node than its url\n")
+        self._service.heard(inventory)
+        return self._desired()
+
+    async def post_attempt(self, request: web.Request) -> web.Response:
+        try:
+            wanted = decode(await request.read(), OpenRequest, limit=MAX_OPEN_BYTES)
+        except DocumentError as error:
+            raise web.HTTPBadRequest(text=f"{error}\n") from error
+        return _json(encode(await self._service.open(wanted)))
+
+    async def get_desired(self, request: web.Request) -> web.Response:
+        """Answer the Desired: with ``after`` (``term.version``) and ``wait_s``, once it is newer or time is up."""
+        after, wait_s = request.query.get("after", ""), request.query.get("wait_s", "0")
+        if after:
+            try:
+                term, version = (int(number) for number in after.split("."))
+                limit_s = min(max(float(wait_s), 0.0), _WAIT_S_MAX)
+            except ValueError as error:
+                raise web.HTTPBadRequest(text="after is TERM.VERSION, wait_s a number\n") from error
+            try:
+                async with asyncio.timeout(limit_s):
+                    await self._service.desired_after(term, version)
+            except TimeoutError:
+                pass
+        return self._desired()
+
+    def _desired(self) -> web.Response:
+        desired = self._service.desired()
+        if desired is None:
+            raise web.HTTPServiceUnavailable(text="not known yet: waiting to hear the nodes\n")
+        return _json(encode(desired))
+
+    async def get_status(self, _request: web.Request) -> web.Response:
+        status = self._service.status()
+        if status is None:
+            raise web.HTTPServiceUnavailable(text="not known yet: reading the log\n")
+        return _json(msgspec.json.encode(status))
+
+    async def get_health(self, _request: web.Request) -> web.Response:
+        return web.Response(text="ok\n")
+
+    async def get_metrics(self, _request: web.Request) -> web.Response:
+        body = generate_latest(self._service.registry)
+        return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+
+def _json(body: bytes) -> web.Response:
+    return web.Response(body=body, content_type="application/json")

@@ -1,0 +1,120 @@
+"""The broker: inventories and presences in, the retained Desired out. It may go away and come back at any time."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import secrets
+from collections.abc import Callable
+from typing import TypeAlias
+
+import aiomqtt
+
+from toprope.coordinator.config import Address
+from toprope.coordinator.wire import (
+    MAX_DESIRED_BYTES,
+    MAX_INVENTORY_BYTES,
+    Desired,
+    DocumentError,
+    Inventory,
+    Presence,
+    decode,
+    encode,
+)
+
+Document: TypeAlias = Inventory | Presence | Desired
+_KEEPALIVE_S = 5
+_TIMEOUT_S = 5.0
+_BACK_OFF_S = (0.1, 0.2, 0.5, 1.0, 2.0)
+_MAX_PRESENCE_BYTES = 4096
+_LOG = logging.getLogger("toprope.coordinator")
+
+
+class Mqtt:
+    """A ``BrokerPort``, and the loop that keeps it connected: ``run`` delivers each document that comes."""
+
+    def __init__(
+        self, broker: Address, *, job: str, deliver: Callable[[Document], None], connected: Callable[[], None]
+    ) -> None:
+        self.broker = broker
+        self.is_connected = False
+        self._job = job
+        self._deliver = deliver
+        self._connected = connected
+        self._client: aiomqtt.Client | None = None
+
+    async def publish(self, desired: Desired) -> None:
+        """Publish the retained document. Without a connection nothing is done: a new one publishes anew."""
+        client = self._client
+        if client is None:
+            return
+        try:
+            await client.publish(
+                f"toprope/{self._job}/desired", encode(desired), qos=1, retain=True, timeout=_TIMEOUT_S
+            )
+        except aiomqtt.MqttError as error:
+            _LOG.warning("desired version %d was not published: %s", desired.version, error)
+
+    async def run(self) -> None:
+        """Stay connected until cancelled."""
+        failures = 0
+        while True:
+            try:
+                await self._serve_connection()
+            except aiomqtt.MqttError as error:
+                if failures == 0 or self.is_connected:
+                    _LOG.warning("broker %s is away (%s); documents go by HTTP until it is back", self.broker, error)
+                failures = 0 if self.is_connected else failures + 1
+            finally:
+                self._client, self.is_connected = None, False
+            delay_s = _BACK_OFF_S[min(failures, len(_BACK_OFF_S) - 1)]
+            await asyncio.sleep(delay_s * random.uniform(0.5, 1.0))  # noqa: S311 - jitter, no secret
+
+    async def _serve_connection(self) -> None:
+        client = aiomqtt.Client(
+            self.broker.host,
+            self.broker.port,
+            identifier=f"toprope-{self._job}-coordinator-{secrets.token_hex(4)}",
+            keepalive=_KEEPALIVE_S,
+            timeout=_TIMEOUT_S,
+        )
+        async with client:
+            topic = f"toprope/{self._job}"
+            await client.subscribe(
+                [(f"{topic}/nodes/+/inventory", 1), (f"{topic}/nodes/+/presence", 1), (f"{topic}/desired", 1)]
+            )
+            self._client, self.is_connected = client, True
+            _LOG.info("broker %s is connected", self.broker)
+            self._connected()
+            async for message in client.messages:
+                self._take(message)
+
+    def _take(self, message: aiomqtt.Message) -> None:
+        body = message.payload
+        if not body:
+            return
+        topic = str(message.topic)
+        try:
+            self._deliver(_document(topic, body))
+        except DocumentError as error:
+            _LOG.warning("a document on %s was ignored: %s", topic, error)
+
+
+def _document(topic: str, body: bytes) -> Document:
+    kind = topic.rpartition("/")[2]
+    if kind == "desired":
+        return decode(body, Desired, limit=MAX_DESIRED_BYTES)
+    node = topic.split("/")[-2]
+    if kind == "presence":
+        presence = decode(body, Presence, limit=_MAX_PRESENCE_BYTES)
+        _check_node(presence.node, node)
+        return presence
+    inventory = decode(body, Inventory, limit=MAX_INVENTORY_BYTES)
+    _check_node(inventory.node, node)
+    return inventory
+
+
+def _check_node(said: str, topic_node: str) -> None:
+    if said != topic_node:
+        raise DocumentError(f"it names node {said}, its topic {topic_node}")

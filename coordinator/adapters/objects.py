@@ -1,0 +1,44 @@
+"""The object store off the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+from toprope.store.digest import digest_of_object
+from toprope.store.errors import AlreadyExistsError
+from toprope.store.names import Key
+from toprope.store.objects.protocol import ObjectStore
+
+
+class ThreadedStore:
+    """A ``StorePort`` that calls a blocking store in threads."""
+
+    def __init__(self, store: ObjectStore) -> None:
+        self._store = store
+
+    async def create_record(self, key: Key, body: bytes) -> None:
+        """Create a record of the log."""
+        await asyncio.to_thread(self._store.create, key, body)
+
+    async def create_facts(self, key: Key, body: bytes) -> None:
+        """Create facts; the key names their bytes, so what exists is the same."""
+        with contextlib.suppress(AlreadyExistsError):
+            await asyncio.to_thread(self._store.create, key, body)
+
+    async def create_manifest(self, key: Key, body: bytes) -> None:
+        """Create a manifest; the key names its bytes, so what exists is the same."""
+        with contextlib.suppress(AlreadyExistsError):
+            await asyncio.to_thread(self._store.create, key, body)
+
+    async def read(self, key: Key, *, uncached: bool = False) -> bytes:
+        """Return an object."""
+        return await asyncio.to_thread(self._store.read, key, uncached=uncached)
+
+    async def size(self, key: Key) -> int:
+        """Return the length of an object."""
+        return await asyncio.to_thread(self._store.size, key)
+
+    async def digest_uncached(self, key: Key) -> str:
+        """Return the digest of an object as the medium has it."""
+        return await asyncio.to_thread(digest_of_object, self._store, key, uncached=True)

@@ -1,0 +1,136 @@
+"""``ckpt coordinator``, ``ckpt up`` and ``ckpt status``."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from toprope.coordinator import status as status_page
+from toprope.coordinator import up as up_supervisor
+from toprope.coordinator.config import Config, address, read_token
+from toprope.coordinator.runtime import run
+from toprope.coordinator.wire import Cadence
+from toprope.store.errors import UsageError
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None)
+
+Job = Annotated[str, typer.Option("--job", help="Name of the job.")]
+Store = Annotated[str, typer.Option("--store", help="The object store: a directory, or file:///path.")]
+Every = Annotated[int, typer.Option("--every", help="Steps between snapshots (memory and peer).")]
+LocalEvery = Annotated[
+    int, typer.Option("--local-every", help="Steps between local copies: --every times a power of two.")
+]
+ObjectEvery = Annotated[
+    int, typer.Option("--object-every", help="Steps between READY checkpoints: --local-every times a power of two.")
+]
+TokenFile = Annotated[
+    Path | None, typer.Option("--token-file", help="File with the secret that peers must show. Needed off loopback.")
+]
+
+
+@app.command()
+def coordinator(  # noqa: PLR0913 - the options of a service
+    *,
+    job: Job,
+    store: Store,
+    broker: Annotated[str, typer.Option("--broker", help="HOST:PORT of an MQTT broker.")] = "",
+    embedded_broker: Annotated[
+        bool, typer.Option("--embedded-broker", help="Run a broker in a child process.")
+    ] = False,
+    broker_listen: Annotated[
+        str, typer.Option("--broker-listen", help="HOST:PORT of the embedded broker; port 0: any.")
+    ] = "127.0.0.1:0",
+    listen: Annotated[str, typer.Option("--listen", help="HOST:PORT to serve HTTP on; port 0: any.")] = "127.0.0.1:0",
+    every: Every = 10,
+    local_every: LocalEvery = 20,
+    object_every: ObjectEvery = 40,
+    verdict_deadline_s: Annotated[
+        float, typer.Option("--verdict-deadline", help="Seconds that all ranks have for a phase of a restore.")
+    ] = 300.0,
+    token_file: TokenFile = None,
+    ready_file: Annotated[
+        Path | None, typer.Option("--ready-file", help="Write {url, pid, broker} here once it serves.")
+    ] = None,
+) -> None:
+    """Run the coordinator of a job: attempts, placement, consistent steps, READY.
+
+    It keeps nothing of its own: killed and started again it rebuilds all from the job log and the sidecars'
+    inventories. Of two the younger one goes on, the other one ends with exit status 1.
+    """
+    config = Config(
+        job=job,
+        store=store,
+        listen=address(listen, what="--listen"),
+        broker=address(broker, what="--broker") if broker else None,
+        embedded_broker=address(broker_listen, what="--broker-listen") if embedded_broker else None,
+        cadence=Cadence(from_step=0, every=every, local_every=local_every, object_every=object_every),
+        token=read_token(token_file),
+        ready_file=ready_file,
+        verdict_deadline_s=verdict_deadline_s,
+    )
+    if ready_file is not None and not ready_file.parent.is_dir():
+        raise UsageError(f"--ready-file {ready_file}: its directory does not exist")
+    _log_to_stderr()
+    asyncio.run(run(config))
+
+
+def _log_to_stderr() -> None:
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    logging.getLogger("aiohttp").setLevel(logging.WARNING)
+
+
+@app.command()
+def up(  # noqa: PLR0913 - the options of a service
+    *,
+    job: Job,
+    store: Store,
+    node: Annotated[str, typer.Option("--node", help="Name of this node. Default: the host name.")] = "",
+    directory: Annotated[
+        Path, typer.Option("--dir", help="Where logs and the local tier lie, under the job's name.")
+    ] = Path(".toprope"),
+    memory_dir: Annotated[
+        Path | None, typer.Option("--memory-dir", help="A tmpfs directory. Default: one under /dev/shm.")
+    ] = None,
+    every: Every = 10,
+    local_every: LocalEvery = 20,
+    object_every: ObjectEvery = 40,
+    ready_file: Annotated[
+        Path | None, typer.Option("--ready-file", help="Write {url, socket, broker, pids} here once all serve.")
+    ] = None,
+) -> None:
+    """Start all that one machine needs: a broker, the coordinator, a sidecar. Ctrl-C stops them.
+
+    Prints the variable that a trainer needs on stdout. A child that dies is started again on its old port.
+    """
+    cadence = Cadence(from_step=0, every=every, local_every=local_every, object_every=object_every)
+    name = node or socket.gethostname().lower()
+    where = up_supervisor.layout(job=job, node=name, store=Path(store), directory=directory, memory_dir=memory_dir)
+    up_supervisor.up(where, cadence, announce=ready_file)
+
+
+@app.command()
+def status(
+    *,
+    job: Annotated[str, typer.Option("--job", help="Name of the job. Needed without --coordinator.")] = "",
+    coordinator_url: Annotated[str, typer.Option("--coordinator", help="URL of the coordinator.")] = "",
+    directory: Annotated[Path, typer.Option("--dir", help="The directory of a `ckpt up` on this machine.")] = Path(
+        ".toprope"
+    ),
+    token_file: TokenFile = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the whole document as JSON.")] = False,
+) -> None:
+    """Say what is safe where: steps by rank and tier, nodes, alarms."""
+    if not coordinator_url and not job:
+        raise UsageError("give --coordinator URL, or the --job of a `ckpt up` on this machine")
+    url = coordinator_url or up_supervisor.running_url(job, directory)
+    body = status_page.fetch(url, job=job, token=read_token(token_file))
+    if as_json:
+        print(body.decode())
+    else:
+        status_page.show(body)

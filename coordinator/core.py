@@ -1,0 +1,634 @@
+"""The coordinator as a state machine: events in, effects out; no I/O, no clock, no chance.
+
+Its view is a function of the job log (``Journal``) and of what the nodes say (``Roll``). After each event it looks at
+both and says how the job is wanted to be: which attempt in which phase, who holds copies, what is kept, what is to be
+read back, and which step goes to READY. Everything else here is about opening an attempt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, assert_never
+
+import msgspec
+
+from toprope.coordinator import phases, placement, protection, readiness, spec
+from toprope.coordinator.effects import Answer, Append, Commit, Effect, Prepare, Probe, Publish, ReadBackHere, Say
+from toprope.coordinator.events import (
+    Asked,
+    CommitFailed,
+    Connected,
+    Event,
+    Heard,
+    Hinted,
+    LogMoved,
+    OpenFailed,
+    Prepared,
+    Probed,
+    ReadHere,
+    SeenDesired,
+    Ticked,
+)
+from toprope.coordinator.intents import CommitStep, OpenAttempt, basis_of
+from toprope.coordinator.journal import Journal
+from toprope.coordinator.readiness import HERE, Receipt
+from toprope.coordinator.restore_choice import Choice, NothingLeft, Offer, choose, shards_of
+from toprope.coordinator.roll import Node, Roll
+from toprope.coordinator.wire import (
+    AttemptView,
+    Cadence,
+    Copy,
+    Desired,
+    Inventory,
+    Kept,
+    OpenAnswer,
+    OpenRequest,
+    Place,
+    Placement,
+    ReadBackTask,
+    RestoreShard,
+)
+from toprope.store.records import AttemptFacts, Held, Member, Struck
+
+_WHY_CHARS_MAX = 4000
+_STRUCK_WHY_CHARS_MAX = 500
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What does not change in a reign. Times in seconds of the clock that events carry."""
+
+    job: str
+    url: str
+    cadence: Cadence
+    verdict_deadline_s: float = 300.0
+    silence_s: float = 3.0
+    silent_probes_max: int = 3
+    settle_s: float = 5.0
+    read_back_deadline_s: float = 30.0
+    commit_retry_s: float = 2.0
+
+
+@dataclass(slots=True)
+class _Opening:
+    """The request that is being decided, and all who wait for the answer."""
+
+    request: OpenRequest
+    waiters: list[int]
+    appending: bool = False
+
+
+class Core:
+    """One reign over one job."""
+
+    def __init__(self, settings: Settings, journal: Journal, *, now_s: float) -> None:
+        self.settings = settings
+        self.journal = journal
+        self.roll = Roll(job_uid=journal.state.job_uid)
+        self.term = journal.state.term
+        self.progress = phases.Progress(phase="opened")
+        self.desired: Desired | None = None
+        self.unmet: dict[str, str] = {}
+        self.protected_at_s = now_s
+        self._started_s = now_s
+        self._phase_since_s = now_s
+        self._opening: _Opening | None = None
+        self._keep: tuple[Kept, ...] = ()
+        self._holders: dict[str, str] = {}
+        self._receipts: dict[tuple[int, int], dict[str, Receipt]] = {}
+        self._found: dict[str, str] = {}
+        self._dead: dict[int, str] = {}
+        self._under_way = 0
+        self._under_way_since_s = now_s
+        self._committing = 0
+        self._commit_after_s = now_s
+        self._reading_here: set[str] = set()
+        self._probing: set[str] = set()
+        self._seen: tuple[int, int] = (0, 0)
+        self._said: dict[str, str] = {}
+
+    def handle(self, event: Event) -> tuple[Effect, ...]:
+        """Take in one event and return what is to be done."""
+        effects = self._take(event)
+        return (*effects, *self._steer(event.now_s))
+
+    # --- what is heard -------------------------------------------------------------------------------------------
+
+    def _take(self, event: Event) -> list[Effect]:  # noqa: C901, PLR0911, PLR0912 - one line per kind of event
+        match event:
+            case Heard():
+                return self._hear(event.inventory, live=event.live, now_s=event.now_s)
+            case Hinted():
+                return self._probe(event.presence.node) if self.roll.hint(event.presence) else []
+            case Probed():
+                return self._probed(event)
+            case Asked():
+                return self._asked(event)
+            case Prepared():
+                return self._prepared(event)
+            case LogMoved():
+                return self._log_moved(event.journal, event.now_s)
+            case OpenFailed():
+                return self._open_failed(event)
+            case CommitFailed():
+                return self._commit_failed(event)
+            case ReadHere():
+                return self._read_here(event)
+            case SeenDesired():
+                return self._seen_desired(event.desired)
+            case Connected():
+                return [Publish(desired=self.desired)] if self.desired is not None else []
+            case Ticked():
+                return self._tick(event.now_s)
+            case _:
+                assert_never(event)
+
+    def _hear(self, inventory: Inventory, *, live: bool, now_s: float) -> list[Effect]:
+        first = inventory.node not in self.roll.nodes
+        match self.roll.hear(inventory, now_s=now_s, live=live):
+            case "foreign":
+                text = f"inventory of job uid {inventory.job_uid[:8]} ignored: this job is {self.roll.job_uid[:8]}"
+                return self._say("warning", f"foreign {inventory.node}", f"node {inventory.node}: {text}")
+            case "contested":
+                return self._probe(inventory.node)
+            case "news":
+                self._collect(inventory)
+                return self._probe(inventory.node) if first and not live else []
+            case "known" | "stale":
+                return []
+            case other:
+                assert_never(other)
+
+    def _collect(self, inventory: Inventory) -> None:
+        """Note the receipts and read-backs of the current attempt that a node tells of."""
+        attempt = self.journal.state.attempt
+        if attempt is None:
+            return
+        for copy in inventory.copies:
+            if copy.attempt_uid == attempt.uid and copy.tier == "object" and copy.world == attempt.world_size:
+                by_key = self._receipts.setdefault((copy.step, copy.rank), {})
+                by_key.setdefault(copy.key, Receipt(node=inventory.node, copy=copy))
+        written = {key: one for by_key in self._receipts.values() for key, one in by_key.items()}
+        for result in inventory.read_backs:
+            receipt = written.get(result.key)
+            if receipt and receipt.node != inventory.node and receipt.copy.digest == result.digest:
+                self._found.setdefault(result.key, readiness.found_digest(result))
+
+    def _probe(self, node: str) -> list[Effect]:
+        if node in self._probing or node not in self.roll.nodes:
+            return []
+        self._probing.add(node)
+        return [Probe(node=node, url=self.roll.nodes[node].url)]
+
+    def _probed(self, event: Probed) -> list[Effect]:
+        self._probing.discard(event.node)
+        return self._answered(event.node, event.inventory, event.now_s)
+
+    def _answered(self, name: str, inventory: Inventory | None, now_s: float) -> list[Effect]:
+        before = self.roll.nodes.get(name)
+        if not self.roll.answered(name, inventory, now_s=now_s, silent_probes_max=self.settings.silent_probes_max):
+            return []
+        after = self.roll.nodes[name]
+        self._collect(after.inventory)
+        if before is None or before.alive == after.alive:
+            return []
+        text = f"node {name} answers" if after.alive else f"node {name} at {after.url} does not answer any more"
+        return self._say("info" if after.alive else "warning", f"alive {name}", text)
+
+    def _seen_desired(self, seen: Desired) -> list[Effect]:
+        if seen.job_uid != self.journal.state.job_uid:
+            return []
+        ours = (self.term, self.desired.version if self.desired is not None else 0)
+        self._seen = (seen.term, seen.version)
+        if self._seen >= ours:
+            return []
+        if not self._keep and seen.term < self.term:
+            self._keep = seen.keep
+            self._holders = {place.owner: place.holder for place in seen.placement}
+        return [Publish(desired=self.desired)] if self.desired is not None else []
+
+    def _tick(self, now_s: float) -> list[Effect]:
+        return [
+            effect
+            for node in self.roll.all()
+            if now_s - node.heard_s >= self.settings.silence_s
+            for effect in self._probe(node.name)
+        ]
+
+    def _log_moved(self, journal: Journal, now_s: float) -> list[Effect]:
+        before, self.journal = self.journal.state, journal
+        after = journal.state
+        effects: list[Effect] = []
+        if after.attempt_number != before.attempt_number:
+            self._forget_attempt(now_s)
+            attempt = after.attempt
+            assert attempt is not None
+            effects += self._say(
+                "info", "attempt", f"attempt {attempt.attempt} opens at step {attempt.from_step}: {attempt.why}"
+            )
+        if after.head != before.head and journal.ready_step > 0 and after.attempt_number == before.attempt_number:
+            effects += self._say("info", "ready", f"step {journal.ready_step} is READY")
+        if after.attempt_number != before.attempt_number or after.last_step >= self._committing:
+            self._committing = 0
+        opening = self._opening
+        view = self._view()
+        if opening is not None and view is not None and _same(opening.request, view):
+            self._opening = None
+            effects += [Answer(request_id=one, answer=OpenAnswer(attempt=view)) for one in opening.waiters]
+        return effects
+
+    def _forget_attempt(self, now_s: float) -> None:
+        self.progress = phases.Progress(phase="opened")
+        self._phase_since_s = now_s
+        self.protected_at_s = now_s
+        self._receipts, self._found, self._dead = {}, {}, {}
+        self._under_way = 0
+        for node in self.roll.all():
+            self._collect(node.inventory)
+
+    # --- opening an attempt --------------------------------------------------------------------------------------
+
+    def _asked(self, event: Asked) -> list[Effect]:
+        request = event.request
+        refusal = self._known(request) or self._refusal(request)
+        if refusal is not None:
+            return [Answer(request_id=event.request_id, answer=refusal)]
+        if self._opening is not None:
+            if _key(self._opening.request) == _key(request):
+                self._opening.waiters.append(event.request_id)
+                return []
+            text = f"launch {self._opening.request.launch_id[:8]} is being given an attempt; ask again"
+            return [Answer(request_id=event.request_id, answer=OpenAnswer(code="busy", text=text))]
+        self._opening = _Opening(request=request, waiters=[event.request_id])
+        return [self._prepare(request)]
+
+    def _prepare(self, request: OpenRequest) -> Prepare:
+        struck = {*self.journal.state.struck, *self._striking(request)}
+        return Prepare(
+            nodes=tuple((node.name, node.url) for node in self.roll.all()),
+            ready_seqs=tuple(
+                seq for seq, ready in self.journal.state.restorable() if (ready.attempt_uid, ready.step) not in struck
+            ),
+        )
+
+    def _known(self, request: OpenRequest) -> OpenAnswer | None:
+        """Return the answer to a launch that was given an attempt before, unless it asks for another round."""
+        view = self._view()
+        if view is None:
+            return None
+        if request.launch_id == view.launch_id:
+            if request.round == view.round:
+                return OpenAnswer(attempt=view)
+            if request.round > view.round:
+                return None
+        elif request.launch_id not in self.journal.launches():
+            return None
+        text = f"launch {request.launch_id[:8]} round {request.round} was superseded by attempt {view.number}"
+        return OpenAnswer(code="superseded", text=text)
+
+    def _refusal(self, request: OpenRequest) -> OpenAnswer | None:
+        """Return why this request can't be met, as far as the log and the request alone tell."""
+        if request.job != self.settings.job:
+            return OpenAnswer(
+                code="refused", text=f"this coordinator serves job {self.settings.job}, not {request.job}"
+            )
+        ranks = [place.rank for place in request.world]
+        if not ranks or ranks != list(range(len(ranks))):
+            return OpenAnswer(
+                code="refused", text=f"the world has ranks {ranks}; expected each of 0, 1, 2 … once, in order"
+            )
+        state = self.journal.state
+        if self.journal.spec is not None and spec.name(request.spec) != state.spec_sha256:
+            changed = spec.diff(self.journal.spec, request.spec)
+            text = f"job {self.settings.job} was started with another spec (job -> this trainer): {changed}"
+            return OpenAnswer(code="spec-mismatch", text=text)
+        attempt = state.attempt
+        saved = attempt is not None and (
+            state.head is not None
+            or self.journal.source is not None
+            or any(node.copies(attempt.uid) for node in self.roll.all())
+        )
+        if attempt is not None and saved and attempt.world_size != len(ranks):
+            text = f"the job was saved by {attempt.world_size} ranks and this launch has {len(ranks)}"
+            return OpenAnswer(code="world-mismatch", text=f"{text}; start it with {attempt.world_size}")
+        return None
+
+    def _prepared(self, event: Prepared) -> list[Effect]:
+        opening = self._opening
+        if opening is None or opening.appending:
+            return []
+        effects: list[Effect] = []
+        for name, inventory in sorted(event.answers.items()):
+            effects += self._answered(name, inventory, event.now_s)
+        answered = tuple(node for node in self.roll.all() if event.answers.get(node.name) is not None)
+        refusal = self._unservable(opening.request, answered)
+        if refusal is None:
+            decided = self._decide(opening.request, answered, event.offers, event.uid)
+            if isinstance(decided, OpenAttempt):
+                opening.appending = True
+                return [*effects, Append(intent=decided)]
+            refusal = decided
+        self._opening = None
+        return [*effects, *(Answer(request_id=one, answer=refusal) for one in opening.waiters)]
+
+    def _unservable(self, request: OpenRequest, answered: tuple[Node, ...]) -> OpenAnswer | None:
+        """Return why the launch must wait: a node of it is not there, or another world still lives."""
+        text = phases.misplaced(request.world, {node.name: node for node in answered})
+        if text:
+            return OpenAnswer(code="unavailable", text=text)
+        attempt = self.journal.state.attempt
+        if attempt is None:
+            return None
+        for node in answered:
+            for state in node.inventory.ranks:
+                ours = state.attempt_uid == attempt.uid or state.launch_id == attempt.launch_id
+                if state.lock_held and ours and state.launch_id != request.launch_id:
+                    text = f"rank {state.rank} on node {node.name} still lives in attempt {attempt.attempt}"
+                    return OpenAnswer(code="busy", text=text)
+        return None
+
+    def _decide(
+        self, request: OpenRequest, answered: tuple[Node, ...], offers: tuple[Offer, ...], uid: str
+    ) -> OpenAttempt | OpenAnswer:
+        striking = self._striking(request)
+        question = self.journal.question(world=len(request.world), offers=offers, striking=striking)
+        choice = choose(question, answered, self.object_copies())
+        if isinstance(choice, NothingLeft):
+            text = "checkpoints exist and none can be restored: " + "; ".join(choice.tried)
+            return OpenAnswer(code="nothing-left", text=text[:_WHY_CHARS_MAX])
+        held = None
+        if isinstance(choice, Choice) and choice.ready is None:
+            held = Held(attempt_uid=choice.attempt_uid, step=choice.step)
+        return OpenAttempt(
+            basis=basis_of(self.journal.state),
+            uid=uid,
+            launch_id=request.launch_id,
+            round=request.round,
+            ready=choice.ready if isinstance(choice, Choice) else None,
+            held=held,
+            from_step=choice.step if isinstance(choice, Choice) else 0,
+            struck=tuple(
+                Struck(attempt_uid=source, step=step, why=why[:_STRUCK_WHY_CHARS_MAX])
+                for (source, step), why in sorted(striking.items())
+            ),
+            facts=AttemptFacts(
+                world=tuple(Member(rank=one.rank, node=one.node, boot_id=one.boot_id) for one in request.world),
+                held_digests=choice.digests if isinstance(choice, Choice) and held is not None else (),
+                versions=dict(request.versions),
+            ),
+            spec=request.spec,
+            why=choice.why[:_WHY_CHARS_MAX],
+        )
+
+    def _striking(self, request: OpenRequest) -> Mapping[tuple[str, int], str]:
+        """Return the source to strike off: that of an attempt that failed, or that its own launch gave up."""
+        attempt, source = self.journal.state.attempt, self.journal.source
+        if attempt is None or source is None or source in self.journal.state.struck:
+            return {}
+        if self.progress.phase == "failed":
+            return {source: self.progress.reason}
+        if request.launch_id == attempt.launch_id and self.progress.phase != "applied":
+            return {source: f"launch {attempt.launch_id[:8]} opened round {request.round} without it"}
+        return {}
+
+    def _open_failed(self, event: OpenFailed) -> list[Effect]:
+        opening = self._opening
+        if opening is None:
+            return []
+        if event.again:
+            opening.appending = False
+            return [self._prepare(opening.request)]
+        self._opening = None
+        answer = OpenAnswer(code="unavailable", text=event.text)
+        return [Answer(request_id=one, answer=answer) for one in opening.waiters]
+
+    def _read_here(self, event: ReadHere) -> list[Effect]:
+        self._reading_here.discard(event.key)
+        if event.result is None:
+            self._commit_after_s = event.now_s + self.settings.commit_retry_s
+        else:
+            self._found[event.key] = readiness.found_digest(event.result)
+        return []
+
+    def object_copies(self) -> tuple[Copy, ...]:
+        """Return the shard objects that any node, alive or not, was ever heard to have written."""
+        listed = [copy for node in self.roll.all() for copy in node.inventory.copies if copy.tier == "object"]
+        noted = [one.copy for by_key in self._receipts.values() for one in by_key.values()]
+        return (*listed, *noted)
+
+    # --- how the job is wanted to be -----------------------------------------------------------------------------
+
+    def _steer(self, now_s: float) -> list[Effect]:
+        effects = self._steer_phase(now_s)
+        effects += self._steer_commit(now_s)
+        if self._settled(now_s):
+            effects += self._steer_desired(now_s)
+        return effects
+
+    def _settled(self, now_s: float) -> bool:
+        """Say whether enough was heard to speak: a coordinator that just began must not let go what it can't see."""
+        facts = self.journal.facts
+        missing = facts is not None and any(one.node not in self.roll.nodes for one in facts.world)
+        return not missing or self.desired is not None or now_s - self._started_s >= self.settings.settle_s
+
+    def _steer_phase(self, now_s: float) -> list[Effect]:
+        attempt = self.journal.state.attempt
+        if attempt is None:
+            return []
+        nodes = self.roll.all()
+        late = now_s - self._phase_since_s >= self.settings.verdict_deadline_s
+        after = phases.advance(
+            self.progress,
+            phases.verdicts(nodes, attempt.uid),
+            world=attempt.world_size,
+            trains=phases.trains(nodes, attempt.uid, attempt.from_step),
+            overdue_s=self.settings.verdict_deadline_s if late else 0.0,
+        )
+        if after == self.progress:
+            return []
+        self.progress, self._phase_since_s = after, now_s
+        reason = f": {after.reason}" if after.reason else ""
+        return self._say(
+            "error" if after.phase == "failed" else "info",
+            "phase",
+            f"attempt {attempt.attempt} is {after.phase}{reason}",
+        )
+
+    def _steer_commit(self, now_s: float) -> list[Effect]:
+        attempt = self.journal.state.attempt
+        if attempt is None or self._committing:
+            return []
+        last_step = self.journal.state.last_step
+        self._receipts = {at: one for at, one in self._receipts.items() if at[0] > last_step}
+        book = self._book()
+        steps = readiness.complete_steps(book, world=attempt.world_size, last_step=last_step)
+        step = readiness.next_step(steps, dead=self._dead, under_way=self._under_way)
+        if step != self._under_way:
+            self._under_way, self._under_way_since_s = step, now_s
+        if not step:
+            return []
+        receipts = tuple(book[step, rank] for rank in range(attempt.world_size))
+        if damage := readiness.spoiled(receipts, self._found):
+            self._dead[step] = damage
+            return self._say("error", "commit", f"step {step} can't become READY: {damage}")
+        if now_s < self._commit_after_s:
+            return []
+        if all(receipt.copy.key in self._found for receipt in receipts):
+            self._committing = step
+            intent = CommitStep(attempt=attempt.attempt, attempt_uid=attempt.uid, step=step, receipts=receipts)
+            return [Commit(intent=intent)]
+        here = [task for task in self._tasks(now_s) if task.node == HERE and task.key not in self._reading_here]
+        self._reading_here.update(task.key for task in here)
+        return [ReadBackHere(task=task) for task in here]
+
+    def _commit_failed(self, event: CommitFailed) -> list[Effect]:
+        self._committing = 0
+        self._commit_after_s = event.now_s + self.settings.commit_retry_s
+        attempt = self.journal.state.attempt
+        if attempt is not None and event.final and attempt.uid == event.attempt_uid:
+            self._dead[event.step] = event.text
+        return self._say("error", "commit", f"step {event.step} did not become READY: {event.text}")
+
+    def _book(self) -> dict[tuple[int, int], Receipt]:
+        return {at: by_key[min(by_key)] for at, by_key in sorted(self._receipts.items())}
+
+    def _tasks(self, now_s: float) -> tuple[ReadBackTask, ...]:
+        attempt = self.journal.state.attempt
+        if attempt is None or not self._under_way:
+            return ()
+        book = self._book()
+        receipts = [book[self._under_way, rank] for rank in range(attempt.world_size)]
+        slow = now_s - self._under_way_since_s >= self.settings.read_back_deadline_s
+        readers = [] if slow else [node.name for node in self.roll.alive()]
+        return readiness.assign(receipts, readers, done=self._found)
+
+    def _steer_desired(self, now_s: float) -> list[Effect]:
+        effects, places = self._steer_placement()
+        keep, protected_step = self._steer_keep(now_s)
+        wanted = Desired(
+            job=self.settings.job,
+            job_uid=self.journal.state.job_uid,
+            term=self.term,
+            version=0,
+            url=self.settings.url,
+            cadence=self.settings.cadence,
+            attempt=self._view(),
+            placement=places,
+            keep=keep,
+            read_backs=tuple(task for task in self._tasks(now_s) if task.node != HERE),
+            protected_step=protected_step,
+            ready_step=self.journal.ready_step,
+            refused=dict(sorted(self.roll.refused.items())),
+        )
+        version = self.desired.version if self.desired is not None else 0
+        if self.desired is None or wanted != _versioned(self.desired, 0):
+            self.desired = _versioned(wanted, version + 1)
+            effects.append(Publish(desired=self.desired))
+        return effects
+
+    def _steer_placement(self) -> tuple[list[Effect], tuple[Placement, ...]]:
+        serving = self._ranks_by_node()
+        sites = [
+            placement.Site(node=node.name, url=node.url, domain=node.domain, ranks=serving.get(node.name, 0))
+            for node in self.roll.alive()
+        ]
+        plan = placement.place(sites, before=self._holders)
+        effects: list[Effect] = []
+        for owner in sorted({*plan.unmet, *self.unmet}):
+            reason = plan.unmet.get(owner)
+            text = (
+                f"copies of node {owner} are placed"
+                if reason is None
+                else f"copies of node {owner} are not safe: {reason}"
+            )
+            effects += self._say("info" if reason is None else "warning", f"place {owner}", text)
+        self._holders, self.unmet = plan.holders, plan.unmet
+        urls = {site.node: site.url for site in sites}
+        return effects, tuple(
+            Placement(owner=owner, holder=holder, url=urls[owner]) for owner, holder in plan.holders.items()
+        )
+
+    def _ranks_by_node(self) -> dict[str, int]:
+        count: dict[str, int] = {}
+        for member in self.journal.facts.world if self.journal.facts is not None else ():
+            node = self.roll.nodes.get(member.node)
+            if node is not None and node.inventory.boot_id == member.boot_id:
+                count[member.node] = count.get(member.node, 0) + 1
+        return count
+
+    def safety(self) -> protection.Safety | None:
+        """Return what of the current attempt is safe in memory; None before the first."""
+        attempt = self.journal.state.attempt
+        if attempt is None:
+            return None
+        return protection.assess(self.roll.alive(), attempt_uid=attempt.uid, world=attempt.world_size)
+
+    def _steer_keep(self, now_s: float) -> tuple[tuple[Kept, ...], int]:
+        attempt, safety = self.journal.state.attempt, self.safety()
+        if attempt is None or safety is None:
+            return self._keep, 0
+        source = self.journal.source
+        before = self.desired.protected_step if self.desired is not None else 0
+        if safety.protected_step > before:
+            self.protected_at_s = now_s
+        can_protect = any(
+            placement.apart(owner.domain, other.domain) for owner in self.roll.alive() for other in self.roll.alive()
+        )
+        self._keep = protection.keep(
+            safety,
+            attempt_uid=attempt.uid,
+            source=Kept(attempt_uid=source[0], step=source[1]) if source is not None else None,
+            before=self._keep,
+            can_protect=can_protect,
+        )
+        return self._keep, safety.protected_step
+
+    def _view(self) -> AttemptView | None:
+        attempt, facts = self.journal.state.attempt, self.journal.facts
+        if attempt is None or facts is None:
+            return None
+        source = self.journal.source
+        moving = self.progress.phase in ("opened", "staged")
+        shards: tuple[RestoreShard, ...] = ()
+        if source is not None and moving:
+            shards = shards_of(
+                self.journal.source_digests,
+                attempt_uid=source[0],
+                step=source[1],
+                nodes=self.roll.alive(),
+                objects=self.object_copies(),
+                stored=self.journal.offer.shards if self.journal.offer is not None else (),
+            )
+        return AttemptView(
+            number=attempt.attempt,
+            uid=attempt.uid,
+            launch_id=attempt.launch_id,
+            round=attempt.round,
+            world=tuple(Place(rank=one.rank, node=one.node, boot_id=one.boot_id) for one in facts.world),
+            source="fresh" if source is None else ("ready" if attempt.ready is not None else "held"),
+            source_attempt_uid=source[0] if source is not None else "",
+            from_step=attempt.from_step,
+            restore=shards,
+            phase=self.progress.phase,
+            reason=self.progress.reason,
+        )
+
+    def _say(self, level: Literal["info", "warning", "error"], subject: str, text: str) -> list[Effect]:
+        """Tell people something about a subject, once until it changes."""
+        if self._said.get(subject) == text:
+            return []
+        self._said[subject] = text
+        return [Say(level=level, text=text)]
+
+
+def _key(request: OpenRequest) -> tuple[str, int]:
+    return request.launch_id, request.round
+
+
+def _same(request: OpenRequest, view: AttemptView) -> bool:
+    return _key(request) == (view.launch_id, view.round)
+
+
+def _versioned(desired: Desired, version: int) -> Desired:
+    return msgspec.structs.replace(desired, version=version)

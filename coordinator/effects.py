@@ -1,0 +1,72 @@
+"""What the coordinator's core wants done. Values; ``runtime.py`` does them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from toprope.coordinator.intents import CommitStep, OpenAttempt
+from toprope.coordinator.wire import Desired, OpenAnswer, ReadBackTask
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Publish:
+    """Let everyone know how the job is wanted to be."""
+
+    desired: Desired
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Probe:
+    """Ask a node for its inventory."""
+
+    node: str
+    url: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepare:
+    """Ask these nodes (name and url) for their inventories, and look up these READY checkpoints, newest first."""
+
+    nodes: tuple[tuple[str, str], ...]
+    ready_seqs: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Append:
+    """Open an attempt in the log."""
+
+    intent: OpenAttempt
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Commit:
+    """Check the indexes, write the manifest and make it READY."""
+
+    intent: CommitStep
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadBackHere:
+    """Read back an object, since no other node is there to do it."""
+
+    task: ReadBackTask
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """Answer a request for an attempt."""
+
+    request_id: int
+    answer: OpenAnswer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Say:
+    """Tell people."""
+
+    level: Literal["info", "warning", "error"]
+    text: str
+
+
+Effect: TypeAlias = Publish | Probe | Prepare | Append | Commit | ReadBackHere | Answer | Say

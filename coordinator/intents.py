@@ -1,0 +1,134 @@
+"""What is to be appended to the log, as values, with the decision that is made anew each time the log has moved. Pure.
+
+A record is made only if the log still is what the intent was decided on; else nothing is appended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from toprope.coordinator.readiness import Receipt
+from toprope.store.fold import JobState
+from toprope.store.manifest import Index, Manifest, Shard
+from toprope.store.records import Attempt, AttemptFacts, Held, Job, Ready, Struck
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Basis:
+    """What a restore decision rests on in the log."""
+
+    attempts: int
+    head: int | None
+    taints: int
+    retired: int
+
+
+def basis_of(state: JobState) -> Basis:
+    """Return what a restore decision rests on in this log."""
+    return Basis(attempts=state.attempt_number, head=state.head, taints=len(state.taints), retired=len(state.retired))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenAttempt:
+    """Open an attempt that was decided on ``basis``; the source is ``ready``, ``held`` or neither."""
+
+    basis: Basis
+    uid: str
+    launch_id: str
+    round: int
+    ready: int | None
+    held: Held | None
+    from_step: int
+    struck: tuple[Struck, ...]
+    facts: AttemptFacts
+    spec: Mapping[str, Any]
+    why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommitStep:
+    """Make a step READY whose shards all have been read back; ``receipts`` are in order of rank."""
+
+    attempt: int
+    attempt_uid: str
+    step: int
+    receipts: tuple[Receipt, ...]
+
+
+def make_spec(state: JobState, *, spec_sha256: str) -> Job | None:
+    """Return the record that sets the job's spec; None when it is set."""
+    if state.spec_sha256 is not None:
+        return None
+    return Job(uid=state.job_uid, name=state.job, spec_sha256=spec_sha256)
+
+
+def make_attempt(state: JobState, intent: OpenAttempt, *, spec_sha256: str, facts_sha256: str) -> Attempt | None:
+    """Return the record that opens the attempt; None when what it was decided on has changed."""
+    if basis_of(state) != intent.basis or state.spec_sha256 != spec_sha256:
+        return None
+    return Attempt(
+        attempt=state.attempt_number + 1,
+        uid=intent.uid,
+        launch_id=intent.launch_id,
+        round=intent.round,
+        ready=intent.ready,
+        held=intent.held,
+        from_step=intent.from_step,
+        struck=intent.struck,
+        world_size=len(intent.facts.world),
+        facts_sha256=facts_sha256,
+        spec_sha256=spec_sha256,
+        why=intent.why,
+    )
+
+
+def make_manifest(state: JobState, intent: CommitStep, indexes: Sequence[Index]) -> Manifest | str:
+    """Return the manifest of a step, or what is wrong with an index: it must say what its receipt says."""
+    for receipt, index in zip(intent.receipts, indexes, strict=True):
+        copy = receipt.copy
+        said = (index.job_uid, index.attempt, index.attempt_uid, index.step, index.rank, index.world)
+        wanted = (state.job_uid, intent.attempt, intent.attempt_uid, intent.step, copy.rank, len(intent.receipts))
+        if said != wanted:
+            return f"index {copy.index_key} is of (job, attempt, uid, step, rank, world) {said}, expected {wanted}"
+        files = [(file.key, file.bytes, file.digest) for file in index.files[:1]]
+        if files != [(copy.key, copy.bytes, copy.digest)]:
+            return f"index {copy.index_key} names {files}, its receipt {(copy.key, copy.bytes, copy.digest)}"
+    return Manifest(
+        job=state.job,
+        job_uid=state.job_uid,
+        attempt=intent.attempt,
+        attempt_uid=intent.attempt_uid,
+        step=intent.step,
+        world=len(intent.receipts),
+        spec_sha256=state.spec_sha256 or "",
+        shards=tuple(
+            Shard(
+                rank=receipt.copy.rank,
+                index_key=receipt.copy.index_key,
+                index_sha256=receipt.copy.index_sha256,
+                bytes=receipt.copy.bytes,
+                digest=receipt.copy.digest,
+            )
+            for receipt in intent.receipts
+        ),
+    )
+
+
+def make_ready(state: JobState, intent: CommitStep, *, manifest_sha256: str) -> Ready | None:
+    """Return the record that makes a step READY; None when the log makes that impossible by now."""
+    current = state.attempt
+    if current is None or current.uid != intent.attempt_uid or intent.step <= state.last_step:
+        return None
+    ended = any(taint.attempt == intent.attempt and taint.to_step is None for taint in state.taints)
+    if ended or state.is_tainted(attempt=intent.attempt, step=intent.step):
+        return None
+    return Ready(
+        attempt=intent.attempt,
+        attempt_uid=intent.attempt_uid,
+        step=intent.step,
+        parent=state.head,
+        manifest_sha256=manifest_sha256,
+        bytes=sum(receipt.copy.bytes for receipt in intent.receipts),
+    )

@@ -1,0 +1,30 @@
+"""The coordinator's metrics, each declared once."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge
+
+
+class Metrics:
+    """The metrics of one coordinator process."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.term = self._gauge("toprope_coordinator_term", "Term of this coordinator")
+        self.attempt = self._gauge("toprope_attempt", "Number of the current attempt")
+        self.protected_step = self._gauge("toprope_protected_step", "Newest step that is protected, 0 for none")
+        self.protected_age_s = self._gauge("toprope_protected_age_seconds", "Time since a newer step became protected")
+        self.ready_step = self._gauge("toprope_ready_step", "Newest step that is READY on the lineage, 0 for none")
+        self.nodes_alive = self._gauge("toprope_nodes_alive", "Nodes that are heard or answer")
+        self.placements_unmet = self._gauge("toprope_placements_unmet", "Nodes whose copies have no safe place")
+        self.broker_connected = self._gauge("toprope_coordinator_broker_connected", "1 while the broker is connected")
+        self.attempts_opened = self._counter("toprope_attempts_opened", "Attempts that this coordinator opened")
+        self.steps_ready = self._counter("toprope_steps_ready", "Steps that this coordinator made READY")
+        self.commits_failed = self._counter("toprope_commits_failed", "Steps that did not become READY when tried")
+        self.requests_refused = self._counter("toprope_attempts_refused", "Requests for an attempt that got none")
+
+    def _gauge(self, name: str, text: str) -> Gauge:
+        return Gauge(name, text, registry=self.registry)
+
+    def _counter(self, name: str, text: str) -> Counter:
+        return Counter(name, text, registry=self.registry)

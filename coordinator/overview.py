@@ -1,0 +1,178 @@
+"""What is safe where, as one value: what ``GET /v1/status`` answers and ``ckpt status`` shows. Pure."""
+
+from __future__ import annotations
+
+import msgspec
+
+from toprope.coordinator.core import Core
+from toprope.coordinator.protection import Safety
+from toprope.coordinator.roll import Node
+from toprope.coordinator.wire import Cadence, Copy
+
+
+class RankLine(msgspec.Struct, frozen=True, kw_only=True):
+    """A rank: where it sits, the last step it told of, and the newest step of it in each tier (0: none)."""
+
+    rank: int
+    node: str
+    alive: bool
+    step: int
+    memory: int
+    peer: int
+    local: int
+    object: int
+
+
+class NodeLine(msgspec.Struct, frozen=True, kw_only=True):
+    """A node: whether it is there, for whom it holds copies, and how much it holds."""
+
+    node: str
+    alive: bool
+    silent_s: float
+    url: str
+    boot_id: str
+    domain: str
+    holds_for: tuple[str, ...]
+    bytes: int
+
+
+class AttemptLine(msgspec.Struct, frozen=True, kw_only=True):
+    """The current attempt."""
+
+    number: int
+    uid: str
+    phase: str
+    reason: str
+    from_step: int
+    world: int
+    why: str
+
+
+class Overview(msgspec.Struct, frozen=True, kw_only=True):
+    """A job on one screen. ``broker`` is ``connected``, ``away`` or ``none``."""
+
+    job: str
+    job_uid: str
+    term: int
+    url: str
+    broker: str
+    cadence: Cadence
+    attempt: AttemptLine | None
+    ranks: tuple[RankLine, ...]
+    nodes: tuple[NodeLine, ...]
+    protected_step: int
+    protected_age_s: float
+    ready_step: int
+    alarms: tuple[str, ...]
+
+
+def overview(core: Core, *, broker: str, now_s: float) -> Overview:
+    """Return what the coordinator knows."""
+    safety = core.safety()
+    attempt = core.journal.state.attempt
+    age_s = now_s - core.protected_at_s if attempt is not None else 0.0
+    return Overview(
+        job=core.settings.job,
+        job_uid=core.journal.state.job_uid,
+        term=core.term,
+        url=core.settings.url,
+        broker=broker,
+        cadence=core.settings.cadence,
+        attempt=None
+        if attempt is None
+        else AttemptLine(
+            number=attempt.attempt,
+            uid=attempt.uid,
+            phase=core.progress.phase,
+            reason=core.progress.reason,
+            from_step=attempt.from_step,
+            world=attempt.world_size,
+            why=attempt.why,
+        ),
+        ranks=_ranks(core, safety),
+        nodes=tuple(_node(core, node, now_s) for node in core.roll.all()),
+        protected_step=safety.protected_step if safety is not None else 0,
+        protected_age_s=round(age_s, 1),
+        ready_step=core.journal.ready_step,
+        alarms=_alarms(core, safety, broker=broker, age_s=age_s),
+    )
+
+
+def _ranks(core: Core, safety: Safety | None) -> tuple[RankLine, ...]:
+    facts, attempt = core.journal.facts, core.journal.state.attempt
+    if safety is None or facts is None or attempt is None:
+        return ()
+    lines = []
+    for member in facts.world:
+        node = core.roll.nodes.get(member.node)
+        there = node is not None and node.alive and node.inventory.boot_id == member.boot_id
+        states = node.inventory.ranks if node is not None else ()
+        step = max((one.step for one in states if (one.rank, one.attempt_uid) == (member.rank, attempt.uid)), default=0)
+        newest = safety.newest[member.rank]
+        stored = max((copy.step for copy in core.object_copies() if _is(copy, attempt.uid, member.rank)), default=0)
+        lines.append(
+            RankLine(
+                rank=member.rank,
+                node=member.node,
+                alive=there,
+                step=step,
+                memory=newest.get("memory", 0),
+                peer=newest.get("peer", 0),
+                local=newest.get("local", 0),
+                object=max(stored, newest.get("object", 0)),
+            )
+        )
+    return tuple(lines)
+
+
+def _is(copy: Copy, attempt_uid: str, rank: int) -> bool:
+    return (copy.attempt_uid, copy.rank) == (attempt_uid, rank)
+
+
+def _node(core: Core, node: Node, now_s: float) -> NodeLine:
+    holds_for = () if core.desired is None else core.desired.placement
+    return NodeLine(
+        node=node.name,
+        alive=node.alive,
+        silent_s=round(now_s - node.heard_s, 1),
+        url=node.url,
+        boot_id=node.inventory.boot_id,
+        domain=",".join(f"{key}={value}" for key, value in node.domain),
+        holds_for=tuple(place.owner for place in holds_for if place.holder == node.name),
+        bytes=sum(copy.bytes for copy in node.inventory.copies if copy.tier != "object"),
+    )
+
+
+def _alarms(core: Core, safety: Safety | None, *, broker: str, age_s: float) -> tuple[str, ...]:
+    alarms = []
+    attempt = core.journal.state.attempt
+    if core.progress.phase == "failed" and attempt is not None:
+        alarms.append(f"attempt {attempt.attempt} failed: {core.progress.reason}")
+    alarms += [f"node {node.name} does not answer" for node in core.roll.all() if not node.alive]
+    alarms += [f"copies of node {owner} are not safe: {why}" for owner, why in sorted(core.unmet.items())]
+    behind = _behind(core, safety)
+    if behind:
+        alarms.append(f"protection is {behind} steps behind the ranks, and {age_s:.0f} s old")
+    if broker == "away":
+        alarms.append("the broker is away; documents go by HTTP")
+    for node in core.roll.alive():
+        skips = [skip for skip in node.inventory.skipped if attempt is not None and skip.attempt_uid == attempt.uid]
+        if skips:
+            last = skips[-1]
+            alarms.append(
+                f"node {node.name} has skipped {len(skips)} snapshots, last step {last.step} of rank {last.rank}: "
+                f"{last.reason}"
+            )
+    return tuple(alarms)
+
+
+def _behind(core: Core, safety: Safety | None) -> int:
+    """Return by how many steps protection lags, when that is more than two intervals; else 0."""
+    attempt = core.journal.state.attempt
+    if attempt is None or safety is None:
+        return 0
+    steps = [
+        state.step for node in core.roll.alive() for state in node.inventory.ranks if state.attempt_uid == attempt.uid
+    ]
+    behind = max(steps, default=0) - max(safety.protected_step, attempt.from_step)
+    return behind if behind > 2 * core.settings.cadence.every else 0

@@ -1,0 +1,82 @@
+"""How far a restore has come: verdicts of the ranks add up to the phase of the attempt. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from toprope.coordinator.roll import Node
+from toprope.coordinator.wire import Place, RankVerdict
+
+Phase: TypeAlias = Literal["opened", "staged", "applied", "failed"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """A phase and, for ``failed``, why."""
+
+    phase: Phase
+    reason: str = ""
+
+
+def verdicts(nodes: Sequence[Node], attempt_uid: str) -> dict[int, tuple[str, RankVerdict]]:
+    """Return the verdict of each rank that has one for this attempt, with the node that tells it."""
+    return {
+        state.rank: (node.name, state.verdict)
+        for node in nodes
+        for state in node.inventory.ranks
+        if state.verdict is not None and state.verdict.attempt_uid == attempt_uid
+    }
+
+
+def trains(nodes: Sequence[Node], attempt_uid: str, from_step: int) -> bool:
+    """Say whether a rank has gone beyond the attempt's first step, which none does before all have applied it."""
+    return any(
+        state.step > from_step for node in nodes for state in node.inventory.ranks if state.attempt_uid == attempt_uid
+    ) or any(copy.step > from_step for node in nodes for copy in node.copies(attempt_uid))
+
+
+def advance(
+    now: Progress, said: Mapping[int, tuple[str, RankVerdict]], *, world: int, trains: bool, overdue_s: float
+) -> Progress:
+    """Return the phase after these verdicts: it never goes back, and ``failed`` and ``applied`` are final.
+
+    ``overdue_s``: the deadline of the phase when it has passed, else 0.
+    """
+    if now.phase in ("failed", "applied"):
+        return now
+    if trains:
+        return Progress(phase="applied")
+    bad = [
+        f"rank {rank} on node {node} could not be {verdict.phase}: {verdict.reason or 'no reason given'}"
+        for rank, (node, verdict) in sorted(said.items())
+        if not verdict.ok
+    ]
+    if bad:
+        return Progress(phase="failed", reason="; ".join(bad))
+    applied = [rank for rank, (_, verdict) in said.items() if verdict.phase == "applied"]
+    if len(applied) == world:
+        return Progress(phase="applied")
+    if len(said) == world or applied:
+        now = Progress(phase="staged")
+    if overdue_s:
+        wanted = "staged" if now.phase == "opened" else "applied"
+        there = said if now.phase == "opened" else applied
+        missing = ", ".join(str(rank) for rank in range(world) if rank not in there)
+        return Progress(phase="failed", reason=f"not {wanted} after {overdue_s:.0f} s: no word from rank {missing}")
+    return now
+
+
+def misplaced(world: Sequence[Place], nodes: Mapping[str, Node]) -> str:
+    """Return why a world can't be served yet: a node in it that has not been heard, or has other memory now."""
+    for place in world:
+        node = nodes.get(place.node)
+        if node is None:
+            return f"node {place.node} of rank {place.rank} has not been heard by the coordinator yet"
+        if node.inventory.boot_id != place.boot_id:
+            return (
+                f"rank {place.rank} says that node {place.node} has boot id {place.boot_id}; "
+                f"the coordinator knows it with {node.inventory.boot_id}"
+            )
+    return ""

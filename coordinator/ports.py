@@ -1,0 +1,77 @@
+"""What a coordinator's runtime asks of the world, as small protocols; ``adapters`` has the real ones."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+from toprope.coordinator.wire import Desired, Inventory
+from toprope.store.names import Key
+
+
+class StorePort(Protocol):
+    """The object store, off the event loop. The names of its methods say what is written."""
+
+    async def create_record(self, key: Key, body: bytes) -> None:
+        """Create a record of the log; raises as ``ObjectStore.create``."""
+
+    async def create_facts(self, key: Key, body: bytes) -> None:
+        """Create what a record names by its hash; it is fine if it exists."""
+
+    async def create_manifest(self, key: Key, body: bytes) -> None:
+        """Create a manifest; it is fine if it exists."""
+
+    async def read(self, key: Key, *, uncached: bool = False) -> bytes:
+        """Return an object; raises as ``ObjectStore.read``."""
+
+    async def size(self, key: Key) -> int:
+        """Return the length of an object; raises as ``ObjectStore.size``."""
+
+    async def digest_uncached(self, key: Key) -> str:
+        """Return the digest of an object as the medium has it; raises as ``ObjectStore.read``."""
+
+
+class NodesPort(Protocol):
+    """The sidecars, by HTTP."""
+
+    async def inventory(self, url: str) -> Inventory | None:
+        """Return what a sidecar holds now; None when it does not say so in time."""
+
+
+class BrokerPort(Protocol):
+    """The message broker."""
+
+    async def publish(self, desired: Desired) -> None:
+        """Publish the retained document; when this returns the broker has it, or there is no connection."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ports:
+    """All ports of a coordinator."""
+
+    store: StorePort
+    nodes: NodesPort
+    broker: BrokerPort
+
+
+_P = TypeVar("_P")
+
+
+class Wrap(Protocol):
+    """Given a port's name and a port, returns what to use in its place. For those who break things."""
+
+    def __call__(self, name: str, port: _P, /) -> _P:
+        """Return the port, or one that does more around each call of it."""
+
+
+def unwrapped(name: str, port: _P, /) -> _P:
+    """Return the port as it is: what ``Wrap`` is when nothing is to be broken."""
+    assert name
+    return port
+
+
+def wrapped(ports: Ports, wrap: Wrap) -> Ports:
+    """Return the ports with each one replaced by what ``wrap`` makes of it."""
+    return Ports(
+        store=wrap("store", ports.store), nodes=wrap("nodes", ports.nodes), broker=wrap("broker", ports.broker)
+    )

@@ -1,0 +1,69 @@
+"""From receipts to READY: which step is committed next, and who reads which object back before. Pure.
+
+A step is complete when each rank of the attempt's world has a receipt; it may become READY when each of these objects
+has been read back, past the page cache, by another node than its writer (by the coordinator if there is none). The
+newest complete step goes first, but a step that is being read back is finished: a slow store must not starve READY.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from toprope.coordinator.wire import Copy, ReadBack, ReadBackTask
+
+HERE = ""
+"""The coordinator itself, as the reader of a task."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Receipt:
+    """A shard object and the node that wrote it."""
+
+    node: str
+    copy: Copy
+
+
+Book = Mapping[tuple[int, int], Receipt]
+"""Receipts of the current attempt by step and rank."""
+
+
+def complete_steps(book: Book, *, world: int, last_step: int) -> tuple[int, ...]:
+    """Return the steps after ``last_step`` of which each rank has a receipt, newest first."""
+    steps = {step for step, _ in book if step > last_step}
+    return tuple(s for s in sorted(steps, reverse=True) if all((s, rank) in book for rank in range(world)))
+
+
+def next_step(steps: Sequence[int], *, dead: Iterable[int], under_way: int) -> int:
+    """Return which complete step to commit next (0: none): the one under way, else the newest that is not ``dead``."""
+    usable = [step for step in steps if step not in set(dead)]
+    return under_way if under_way in usable else max(usable, default=0)
+
+
+def assign(receipts: Sequence[Receipt], readers: Sequence[str], *, done: Mapping[str, str]) -> tuple[ReadBackTask, ...]:
+    """Return who is to read back which object; ``done`` are the digests found so far, by key."""
+    tasks = []
+    for receipt in receipts:
+        copy = receipt.copy
+        if copy.key in done:
+            continue
+        others = [name for name in sorted(readers) if name != receipt.node] or [HERE]
+        tasks.append(
+            ReadBackTask(node=others[copy.rank % len(others)], key=copy.key, bytes=copy.bytes, digest=copy.digest)
+        )
+    return tuple(tasks)
+
+
+def spoiled(receipts: Sequence[Receipt], done: Mapping[str, str]) -> str:
+    """Return what is wrong with objects that were read back and did not have their digest; empty when nothing is."""
+    return "; ".join(
+        f"rank {receipt.copy.rank}: {receipt.copy.key} has digest {done[receipt.copy.key]}, "
+        f"its receipt says {receipt.copy.digest}"
+        for receipt in receipts
+        if receipt.copy.key in done and done[receipt.copy.key] != receipt.copy.digest
+    )
+
+
+def found_digest(result: ReadBack) -> str:
+    """Return the digest that a read-back found."""
+    return result.digest if result.ok else (result.found or "unreadable")

@@ -1,0 +1,126 @@
+"""``ckpt status``: what is safe where, on one screen of 80 columns."""
+
+from __future__ import annotations
+
+import http.client
+import sys
+from urllib.parse import urlsplit
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from toprope.coordinator.overview import Overview, RankLine
+from toprope.store.errors import UnavailableError, UsageError
+
+_TIMEOUT_S = 5.0
+_RANKS_SHOWN = 32
+
+
+def fetch(coordinator_url: str, *, job: str, token: str) -> bytes:
+    """Return the status document of the coordinator at this url.
+
+    Raises:
+        UnavailableError: it does not answer.
+        UsageError: it is no url, the token is wrong, or the coordinator there serves another job.
+    """
+    parts = urlsplit(coordinator_url)
+    if parts.scheme != "http" or not parts.hostname:
+        raise UsageError(f"--coordinator {coordinator_url!r} is not a url such as http://127.0.0.1:7070")
+    connection = http.client.HTTPConnection(parts.hostname, parts.port or 80, timeout=_TIMEOUT_S)
+    try:
+        connection.request("GET", "/v1/status", headers={"Authorization": f"Bearer {token}"} if token else {})
+        answer = connection.getresponse()
+        body = answer.read()
+    except (OSError, http.client.HTTPException) as error:
+        raise UnavailableError(
+            f"the coordinator at {coordinator_url} does not answer ({error}); is it running? "
+            "`ckpt ls` and `ckpt show` read the store without it"
+        ) from error
+    finally:
+        connection.close()
+    if answer.status == http.HTTPStatus.UNAUTHORIZED:
+        raise UsageError(f"the coordinator at {coordinator_url} wants its token: give --token-file")
+    if answer.status != http.HTTPStatus.OK:
+        raise UnavailableError(f"the coordinator at {coordinator_url} answered {answer.status}: {body[:200]!r}")
+    view = msgspec.json.decode(body, type=Overview)
+    if job and view.job != job:
+        raise UsageError(f"the coordinator at {coordinator_url} serves job {view.job!r}, not {job!r}")
+    return body
+
+
+def show(body: bytes) -> None:
+    """Print a status document for people."""
+    view = msgspec.json.decode(body, type=Overview)
+    console = Console(file=sys.stdout, highlight=False)
+    attempt = view.attempt
+    console.print(Text(f"job {view.job}", style="bold"), f" term {view.term}, broker {view.broker}, {view.url}")
+    if attempt is None:
+        console.print("no attempt yet: start the trainers")
+    else:
+        console.print(
+            f"attempt {attempt.number} ({attempt.uid[:8]}) of {attempt.world} ranks from step {attempt.from_step}: "
+            f"{attempt.phase}",
+            soft_wrap=True,
+        )
+    console.print(_safe_line(view), soft_wrap=True)
+    if view.ranks:
+        console.print(_ranks(view.ranks))
+    console.print(_nodes(view))
+    for alarm in view.alarms:
+        console.print(Text(f"! {alarm}", style="bold red"), soft_wrap=True)
+    if not view.alarms:
+        console.print("no alarms", style="green")
+
+
+def _safe_line(view: Overview) -> Text:
+    text = Text("protected: ")
+    text.append(f"step {view.protected_step}" if view.protected_step else "nothing", style="bold")
+    if view.protected_step:
+        text.append(f" (for {view.protected_age_s:.0f} s)")
+    text.append("   READY: ")
+    text.append(f"step {view.ready_step}" if view.ready_step else "nothing", style="bold")
+    cadence = view.cadence
+    text.append(f"   every {cadence.every}/{cadence.local_every}/{cadence.object_every} steps")
+    return text
+
+
+def _ranks(ranks: tuple[RankLine, ...]) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for title in ("rank", "node"):
+        table.add_column(title, justify="right" if title == "rank" else "left", no_wrap=True, max_width=24)
+    for title in ("step", "memory", "peer", "local", "object"):
+        table.add_column(title, justify="right")
+    for line in ranks[:_RANKS_SHOWN]:
+        steps = (line.step, line.memory, line.peer, line.local, line.object)
+        table.add_row(
+            str(line.rank),
+            Text(line.node if line.alive else f"{line.node} (gone)", style="" if line.alive else "red"),
+            *(str(step) if step else "-" for step in steps),
+        )
+    if len(ranks) > _RANKS_SHOWN:
+        table.add_row("...", f"{len(ranks) - _RANKS_SHOWN} more: --json", *[""] * 5)
+    return table
+
+
+def _nodes(view: Overview) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for title in ("node", "state", "holds copies for", "memory id"):
+        table.add_column(title, no_wrap=True, overflow="ellipsis", max_width=24)
+    table.add_column("held", justify="right")
+    for node in view.nodes:
+        state = Text("alive", style="green") if node.alive else Text(f"silent {node.silent_s:.0f} s", style="red")
+        table.add_row(node.node, state, ", ".join(node.holds_for) or "-", node.boot_id[:8], _size(node.bytes))
+    if not view.nodes:
+        table.add_row("none heard yet", "", "", "", "")
+    return table
+
+
+def _size(size: int) -> str:
+    value = float(size)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024:  # noqa: PLR2004 - a kibi
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} TiB"
