@@ -1,0 +1,320 @@
+"""``ckpt ls``, ``show``, ``verify`` and ``restore``: from arguments to a store, and from values to text or JSON.
+
+They need nothing but the store. Data goes to stdout, all else to stderr.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from toprope.store.checkpoint import Damage, read_index, read_manifest
+from toprope.store.errors import NothingToVerifyError, UsageError
+from toprope.store.fold import JobState
+from toprope.store.manifest import Index, Manifest
+from toprope.store.objects.opening import open_store
+from toprope.store.objects.protocol import ObjectStore
+from toprope.store.restore import Restored
+from toprope.store.restore import restore as restore_checkpoint
+from toprope.store.show import (
+    CheckpointLine,
+    JobLog,
+    checkpoint_lines,
+    job_names,
+    named_objects,
+    read_job,
+    record_lines,
+    xxhsum_lines,
+)
+from toprope.store.verify import CheckpointReport, plan, verify_checkpoint, verify_facts
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+
+Root = Annotated[str, typer.Argument(help="The store: a directory, or file:///path.", show_default=False)]
+JobOption = Annotated[str | None, typer.Option("--job", help="The job; not needed where there is only one.")]
+StepOption = Annotated[int | None, typer.Option("--step", min=1, help="Only this step.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+_WIDE = 200  # columns where the output is not a terminal, so that nothing is cut or folded
+
+
+@app.callback()
+def _group() -> None:
+    """Look at a store and get checkpoints out of it. No service needs to run."""
+
+
+@app.command("ls")
+def list_jobs(root: Root, job: JobOption = None, *, as_json: AsJson = False) -> None:
+    """List jobs and their READY checkpoints, newest last."""
+    store = open_store(root)
+    logs = [read_job(store, name).state for name in ([job] if job else job_names(store))]
+    if as_json:
+        _print_json([_job_json(state) for state in logs])
+        return
+    if not logs:
+        _say(f"{root}: no jobs yet")
+        return
+    table = _table("JOB", "STEP", "READY", "ATTEMPT", "RANKS", "SIZE", "NOTE")
+    for state in logs:
+        lines = checkpoint_lines(state)
+        for line in lines:
+            table.add_row(state.job, *_checkpoint_cells(line))
+        if not lines:
+            table.add_row(state.job, "-", "-", str(state.attempt_number), "-", "-", "no READY checkpoint yet")
+    _print_table(table)
+
+
+@app.command()
+def show(
+    root: Root,
+    job: JobOption = None,
+    step: StepOption = None,
+    *,
+    files: Annotated[bool, typer.Option("--files", help="List every object that the log names.")] = False,
+    xxhsum: Annotated[bool, typer.Option("--xxhsum", help="Print a check file: `xxhsum -c` in the store.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Show a job: its log and its checkpoints; with --step the manifest and the tensors of one."""
+    if (files or xxhsum) and step is not None:
+        raise UsageError("--files and --xxhsum are of the whole job: leave out --step")
+    store = open_store(root)
+    log = read_job(store, _only_job(store, root, job))
+    if xxhsum:
+        for line in xxhsum_lines(named_objects(store, log)):
+            print(line)
+    elif files and as_json:
+        _print_json(list(named_objects(store, log)))
+    elif files:
+        for named in named_objects(store, log):
+            print(named.key)
+    elif step is not None:
+        _show_step(store, log.state, step, as_json=as_json)
+    elif as_json:
+        _print_json(_job_json(log.state) | {"log": [entry.record for entry in log.entries]})
+    else:
+        _show_job(log)
+
+
+@app.command()
+def verify(root: Root, job: JobOption = None, step: StepOption = None, *, as_json: AsJson = False) -> int:
+    """Read everything back and check every digest. Changes nothing.
+
+    Exit status: 0 all is as it was written; 2 something is damaged; 3 there is nothing to verify; 4 the store can't
+    be reached.
+    """
+    store = open_store(root)
+    names = job_names(store)
+    if not names:
+        raise NothingToVerifyError(f"{root}: no jobs, so nothing to verify")
+    states = [read_job(store, name).state for name in ([job] if job else names)]
+    planned = {state.job: _planned(state, step, alone=len(states) == 1) for state in states}
+    if not any(planned.values()):
+        what = "no READY checkpoint" if step is None else f"no READY checkpoint of step {step}"
+        raise NothingToVerifyError(f"{root}: {what} in any of {len(states)} jobs, so nothing to verify")
+    facts = [damage for state in states for damage in verify_facts(store, state)]
+    reports = []
+    for state in states:
+        for seq in planned[state.job]:
+            report = verify_checkpoint(store, state, seq)
+            reports.append(report)
+            if not as_json:
+                _print_report(report)
+    damages = [*facts, *(damage for report in reports for damage in report.damages)]
+    if as_json:
+        _print_json({"ok": not damages, "checkpoints": reports, "damages": damages})
+    else:
+        _print_damages(facts)
+        _say(_verdict(reports, damages))
+    return 2 if damages else 0
+
+
+@app.command()
+def restore(
+    root: Root,
+    to: Annotated[Path, typer.Option("--to", help="The directory to make.", show_default=False)],
+    job: JobOption = None,
+    step: StepOption = None,
+    *,
+    force: Annotated[bool, typer.Option("--force", help="Replace what an earlier restore wrote there.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Write a checkpoint's shards and its manifest into a new directory, every byte verified.
+
+    Without --step it is the newest READY checkpoint that verifies; what is passed over, and why, is said.
+    """
+    store = open_store(root)
+    state = read_job(store, _only_job(store, root, job)).state
+    done = restore_checkpoint(store, state, to=to, step=step, force=force)
+    for passed in done.passed_over:
+        _say(f"passed over step {passed.step} (READY {passed.seq}):")
+        _print_damages(list(passed.damages), to_stderr=True)
+    if as_json:
+        _print_json(_restored_json(done))
+    else:
+        print(
+            f"restored step {done.step} of job {done.job} (READY {done.seq}, {_size(done.bytes)}) into {done.directory}"
+        )
+        for name in done.files:
+            print(f"  {name}")
+
+
+def _only_job(store: ObjectStore, root: str, job: str | None) -> str:
+    if job is not None:
+        return job
+    names = job_names(store)
+    if len(names) == 1:
+        return names[0]
+    if not names:
+        raise NothingToVerifyError(f"{root}: no jobs")
+    raise UsageError(f"{root} holds {len(names)} jobs: give --job, one of {', '.join(names)}")
+
+
+def _planned(state: JobState, step: int | None, *, alone: bool) -> tuple[int, ...]:
+    """Return what to verify; that one job of several has nothing is no error."""
+    try:
+        return plan(state, step=step)
+    except NothingToVerifyError:
+        if alone:
+            raise
+        return ()
+
+
+def _show_job(log: JobLog) -> None:
+    state = log.state
+    print(f"job {state.job}  uid {state.job_uid}  term {state.term}  attempt {state.attempt_number}")
+    print()
+    records = _table("RECORD", "TERM", "KIND", "WHAT")
+    for line in record_lines(log.entries):
+        records.add_row(str(line.number), str(line.term), line.kind, line.what)
+    _print_table(records)
+    print()
+    checkpoints = _table("STEP", "READY", "ATTEMPT", "RANKS", "SIZE", "NOTE")
+    for checkpoint in checkpoint_lines(state):
+        checkpoints.add_row(*_checkpoint_cells(checkpoint))
+    if state.readies:
+        _print_table(checkpoints)
+    else:
+        print("no READY checkpoint yet")
+
+
+def _show_step(store: ObjectStore, state: JobState, step: int, *, as_json: bool) -> None:
+    seq = plan(state, step=step)[-1]
+    manifest, _ = read_manifest(store, state, seq)
+    indexes = [read_index(store, manifest, shard) for shard in manifest.shards]
+    if as_json:
+        _print_json({"ready": seq, "manifest": manifest, "indexes": indexes})
+        return
+    print(f"job {state.job}  step {step}  READY {seq}  attempt {manifest.attempt}  uid {manifest.attempt_uid}")
+    print()
+    _print_table(_shard_table(manifest, indexes))
+    print()
+    _print_table(_tensor_table(indexes))
+
+
+def _shard_table(manifest: Manifest, indexes: list[Index]) -> Table:
+    table = _table("RANK", "SIZE", "TENSORS", "XXH3-128", "FILE")
+    for shard, index in zip(manifest.shards, indexes, strict=True):
+        table.add_row(str(shard.rank), _size(shard.bytes), str(len(index.tensors)), shard.digest, index.files[0].key)
+    return table
+
+
+def _tensor_table(indexes: list[Index]) -> Table:
+    table = _table("RANK", "TENSOR", "DTYPE", "SHAPE", "BYTES", "XXH3-128")
+    for index in indexes:
+        for tensor in index.tensors:
+            shape = "x".join(str(extent) for extent in tensor.shape) or "scalar"
+            if tensor.global_shape != tensor.shape:
+                shape += " of " + "x".join(str(extent) for extent in tensor.global_shape)
+            place = f"{tensor.begin}-{tensor.end}"
+            table.add_row(str(index.rank), tensor.name, tensor.dtype, shape, place, tensor.digest)
+    return table
+
+
+def _checkpoint_cells(line: CheckpointLine) -> tuple[str, ...]:
+    return (
+        str(line.step),
+        str(line.seq),
+        str(line.attempt),
+        str(line.world),
+        _size(line.bytes),
+        ", ".join(line.notes),
+    )
+
+
+def _print_report(report: CheckpointReport) -> None:
+    verdict = "DAMAGED" if report.damages else "ok"
+    print(
+        f"{verdict:<8} job {report.job}, step {report.step}: {report.world} ranks, {_size(report.bytes)} "
+        f"(READY {report.seq}, attempt {report.attempt})"
+    )
+    _print_damages(list(report.damages))
+    sys.stdout.flush()
+
+
+def _print_damages(damages: list[Damage], *, to_stderr: bool = False) -> None:
+    for damage in damages:
+        print(f"  {damage}", file=sys.stderr if to_stderr else sys.stdout)
+
+
+def _verdict(reports: list[CheckpointReport], damages: list[Damage]) -> str:
+    total = sum(report.bytes for report in reports)
+    read = f"{len(reports)} checkpoint{'s' * (len(reports) != 1)}, {_size(total)} read"
+    if not damages:
+        return f"all good: {read}"
+    bad = sum(bool(report.damages) for report in reports)
+    return f"DAMAGED: {len(damages)} finding{'s' * (len(damages) != 1)}, {bad} of {read}"
+
+
+def _job_json(state: JobState) -> dict[str, Any]:
+    return {
+        "job": state.job,
+        "uid": state.job_uid,
+        "term": state.term,
+        "attempt": state.attempt_number,
+        "records": state.n,
+        "checkpoints": checkpoint_lines(state),
+    }
+
+
+def _restored_json(done: Restored) -> dict[str, Any]:
+    builtins: dict[str, Any] = msgspec.to_builtins(done, enc_hook=str)
+    return builtins
+
+
+def _size(count: int) -> str:
+    """Return a number of bytes as people read it: 3 digits and a unit of 1024."""
+    size, units = float(count), iter(("B", "KiB", "MiB", "GiB", "TiB", "PiB"))
+    unit = next(units)
+    while size >= 1000 and unit != "PiB":  # noqa: PLR2004 - so that there are at most three digits
+        size, unit = size / 1024, next(units)
+    return f"{count} B" if unit == "B" else f"{size:.3g} {unit}"
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    numbers = {"STEP", "READY", "ATTEMPT", "RANKS", "SIZE", "RECORD", "TERM", "RANK", "TENSORS"}
+    for column in columns:
+        table.add_column(column, justify="right" if column in numbers else "left", overflow="fold")
+    return table
+
+
+def _print_table(table: Table) -> None:
+    console = Console(highlight=False, markup=False, emoji=False, soft_wrap=False)
+    if not console.is_terminal:
+        console.width = _WIDE
+    console.print(table)
+
+
+def _print_json(value: object) -> None:
+    plain = msgspec.to_builtins(value, enc_hook=str)
+    print(msgspec.json.format(msgspec.json.encode(plain), indent=2).decode())
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr)
