@@ -13,7 +13,7 @@ import msgspec
 
 from toprope.chaos.journal import Event, Final, JournalReader, read_finals
 from toprope.chaos.live.cluster import Cadences, Cluster
-from toprope.chaos.live.processes import Killed, LiveError, Process, become_subreaper
+from toprope.chaos.live.processes import Killed, LiveError, Process, become_subreaper, tail
 from toprope.chaos.live.training import Training, example_script, start_agent, start_alone, start_rendezvous
 from toprope.chaos.progress import Progress
 from toprope.chaos.report import Evidence, KilledProcess, Member, Report, build
@@ -168,9 +168,9 @@ class _Watch:
             for agent in alive:
                 status = agent.status()
                 if status:
-                    raise LiveError(f"{agent.name} ended with status {status} before {what}{agent.tail()}")
+                    raise LiveError(f"{agent.name} ended with status {status} before {what}{tail(agent)}")
             if time.monotonic() > deadline:
-                raise LiveError(f"{what} did not come within {_TRAIN_TIMEOUT_S:.0f} s{alive[0].tail()}")
+                raise LiveError(f"{what} did not come within {_TRAIN_TIMEOUT_S:.0f} s{tail(alive[0])}")
             time.sleep(_POLL_S)
 
     def _tell(self, event: Event) -> None:

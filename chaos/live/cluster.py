@@ -7,15 +7,15 @@ import secrets
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Protocol, Self
 
 from toprope.chaos.live.ask import get_desired
 from toprope.chaos.live.broker import start_broker
-from toprope.chaos.live.processes import Killed, Process, free_port, kill_tree, wait_ready
+from toprope.chaos.live.processes import Killed, Process, Running, free_port, kill_tree, wait_ready
 from toprope.coordinator.wire import Desired
 
 _MEMORY = Path("/dev/shm")  # noqa: S108 - the tmpfs that slots are made for
@@ -30,6 +30,18 @@ class Cadences:
     object_every: int = 8
 
 
+class Launch(Protocol):
+    """Starts ``ckpt`` with these words."""
+
+    def __call__(self, name: str, words: Sequence[str], *, log: Path, env: Mapping[str, str]) -> Running:
+        """Start it."""
+
+
+def spawn(name: str, words: Sequence[str], *, log: Path, env: Mapping[str, str]) -> Running:
+    """Start ``ckpt`` as a user would."""
+    return Process(name, [sys.executable, "-m", "toprope", *words], log=log, env=env)
+
+
 @dataclass(slots=True, kw_only=True)
 class Node:
     """One node: its directories, its sidecar while that lives, and a trainer or agent that was put on it."""
@@ -37,7 +49,7 @@ class Node:
     name: str
     memory_dir: Path
     local_dir: Path
-    sidecar: Process | None = None
+    sidecar: Running | None = None
     agent: Process | None = None
 
     @property
@@ -61,12 +73,12 @@ class Cluster:
     directory: Path
     job: str
     cadences: Cadences = field(default_factory=Cadences)
-    wrapper: tuple[str, ...] = ()
-    """Put before the words ``sidecar`` and ``coordinator``: another program that runs them (kill points)."""
+    launch: Launch = field(default_factory=lambda: spawn)
+    """Starts ``ckpt`` with some words; a fork server does it faster."""
     memory: Path = field(init=False)
     nodes: dict[str, Node] = field(init=False, default_factory=dict)
     broker: Process | None = field(init=False, default=None)
-    coordinator: Process | None = field(init=False, default=None)
+    coordinator: Running | None = field(init=False, default=None)
     _broker_port: int = field(init=False, default_factory=free_port)
     _coordinator_port: int = field(init=False, default_factory=free_port)
 
@@ -94,7 +106,7 @@ class Cluster:
         self.broker = start_broker(port=self._broker_port, directory=self.directory, log=self.log("broker"))
         return self.broker
 
-    def start_coordinator(self, *, env: dict[str, str] | None = None) -> Process:
+    def start_coordinator(self, *, env: Mapping[str, str] | None = None) -> Running:
         """Start a coordinator and wait until it serves, on the same port each time."""
         ready = self._ready_file("coordinator")
         every = self.cadences
@@ -102,12 +114,12 @@ class Cluster:
         arguments += ["--broker", f"127.0.0.1:{self._broker_port}", "--ready-file", str(ready)]
         arguments += ["--every", str(every.every), "--local-every", str(every.local_every)]
         arguments += ["--object-every", str(every.object_every)]
-        command = [*self._ckpt(), "coordinator", *arguments]
-        self.coordinator = Process("coordinator", command, log=self.log("coordinator"), env=env)
+        words = ["coordinator", *arguments]
+        self.coordinator = self.launch("coordinator", words, log=self.log("coordinator"), env=env or {})
         wait_ready(self.coordinator, ready)
         return self.coordinator
 
-    def start_sidecar(self, name: str, *, env: dict[str, str] | None = None) -> Node:
+    def start_sidecar(self, name: str, *, env: Mapping[str, str] | None = None) -> Node:
         """Start a node's sidecar and wait until it serves; a node of a new name, or one that was erased, is empty."""
         node = self.nodes.setdefault(name, self._new_node(name))
         node.memory_dir.mkdir(parents=True, exist_ok=True)
@@ -117,18 +129,16 @@ class Cluster:
         arguments += ["--broker", f"127.0.0.1:{self._broker_port}", "--memory-dir", str(node.memory_dir)]
         arguments += ["--local-dir", str(node.local_dir), "--store", str(self.store), "--socket", str(node.socket)]
         arguments += ["--ready-file", str(ready)]
-        command = [*self._ckpt(), "sidecar", *arguments]
-        node.sidecar = Process(f"sidecar of node {name}", command, log=self.log(f"sidecar-{name}"), env=env)
+        words = ["sidecar", *arguments]
+        node.sidecar = self.launch(f"sidecar of node {name}", words, log=self.log(f"sidecar-{name}"), env=env or {})
         wait_ready(node.sidecar, ready)
         return node
 
     def kill_node(self, name: str) -> list[Killed]:
         """Kill a node: SIGKILL to its sidecar, agent and ranks; memory and local directories erased."""
         node = self.nodes.pop(name)
-        killed: list[Killed] = []
-        for process in (node.agent, node.sidecar):
-            if process is not None:
-                killed += kill_tree(process)
+        processes = [process for process in (node.agent, node.sidecar) if process is not None]
+        killed = [one for process in processes for one in kill_tree(process)]
         shutil.rmtree(node.memory_dir)
         shutil.rmtree(node.local_dir)
         return killed
@@ -164,16 +174,18 @@ class Cluster:
         ready.parent.mkdir(exist_ok=True)
         return ready
 
-    def _ckpt(self) -> list[str]:
-        return [sys.executable, "-m", *(self.wrapper or ("toprope",))]
-
 
 @contextlib.contextmanager
 def running_cluster(
-    directory: Path, *, job: str, nodes: tuple[str, ...] = ("a", "b"), cadences: Cadences | None = None
+    directory: Path,
+    *,
+    job: str,
+    nodes: tuple[str, ...] = ("a", "b"),
+    cadences: Cadences | None = None,
+    launch: Launch = spawn,
 ) -> Iterator[Cluster]:
     """Yield a cluster whose broker, coordinator and sidecars are up."""
-    with Cluster(directory=directory, job=job, cadences=cadences or Cadences()) as cluster:
+    with Cluster(directory=directory, job=job, cadences=cadences or Cadences(), launch=launch) as cluster:
         cluster.start_broker()
         cluster.start_coordinator()
         for name in nodes:

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from toprope.chaos.live.processes import LiveError
+from toprope.chaos.live.processes import Killed, LiveError
 
 _POLL_S = 0.01
 
@@ -108,3 +108,50 @@ class ForkServer:
         self._popen.stdin.close()
         self._popen.wait(30)
         self._popen.stdout.close()
+
+
+class Forked:
+    """One child of a fork server, as a process like any other."""
+
+    def __init__(
+        self, name: str, server: ForkServer, target: str, arguments: Sequence[str], *, log: Path, env: Mapping[str, str]
+    ) -> None:
+        """Fork it."""
+        self.name = name
+        self.log = log
+        self._server = server
+        log.parent.mkdir(parents=True, exist_ok=True)
+        self.pid = server.fork(target, arguments, env=env, log=log)
+
+    def status(self) -> int | None:
+        """Return its exit status, negative for a signal, or None while it lives."""
+        return self._server.poll().get(self.pid)
+
+    def kill(self) -> Killed:
+        """SIGKILL it; its status is that by which it ended, whether now or before."""
+        return Killed(what=self.name, pid=self.pid, status=self._server.kill(self.pid))
+
+    def stop(self, timeout_s: float = 10.0) -> int:
+        """Ask it to end (SIGTERM), and after ``timeout_s`` kill it; return its exit status."""
+        if self.status() is None:
+            os.kill(self.pid, signal.SIGTERM)
+        try:
+            return self._server.wait(self.pid, timeout_s=timeout_s)
+        except LiveError:
+            return self._server.kill(self.pid)
+
+
+def warm_for_services() -> ForkServer:
+    """Return a server that has imported sidecar and coordinator."""
+    return ForkServer("toprope.sidecar.cli", "toprope.coordinator.cli", "toprope.chaos.killpoints")
+
+
+class ForkedServices:
+    """Launches ``ckpt sidecar`` and ``ckpt coordinator`` from a fork server, with kill points where they are set."""
+
+    def __init__(self, server: ForkServer) -> None:
+        self._server = server
+
+    def __call__(self, name: str, words: Sequence[str], *, log: Path, env: Mapping[str, str]) -> Forked:
+        """Fork one."""
+        return Forked(name, self._server, "toprope.chaos.killpoints:main", words, log=log, env=env)

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -33,6 +33,26 @@ class Killed:
     what: str
     pid: int
     status: int
+
+
+class Running(Protocol):
+    """A process that we started, in whatever way."""
+
+    name: str
+    log: Path
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+
+    def status(self) -> int | None:
+        """Return its exit status, negative for a signal, or None while it lives."""
+
+    def kill(self) -> Killed:
+        """SIGKILL this process alone and reap it."""
+
+    def stop(self, timeout_s: float = 10.0) -> int:
+        """Ask it to end (SIGTERM), and after ``timeout_s`` kill it; return its exit status."""
 
 
 class Process:
@@ -71,7 +91,7 @@ class Process:
         try:
             return self._popen.wait(timeout_s)
         except subprocess.TimeoutExpired as error:
-            raise LiveError(f"{self.name} (pid {self.pid}) still runs after {timeout_s} s{self.tail()}") from error
+            raise LiveError(f"{self.name} (pid {self.pid}) still runs after {timeout_s} s{tail(self)}") from error
 
     def kill(self) -> Killed:
         """SIGKILL this process alone and reap it."""
@@ -87,13 +107,14 @@ class Process:
             kill_tree(self)
             return self._popen.wait()
 
-    def tail(self) -> str:
-        """Return the last lines of its log, for a message."""
-        text = self.log.read_bytes()[-_LOG_TAIL_BYTES:].decode(errors="replace").rstrip()
-        return f"\n--- end of {self.log} ---\n{text}" if text else f" ({self.log} is empty)"
+
+def tail(process: Running) -> str:
+    """Return the last lines of a process's log, for a message."""
+    text = process.log.read_bytes()[-_LOG_TAIL_BYTES:].decode(errors="replace").rstrip() if process.log.exists() else ""
+    return f"\n--- end of {process.log} ---\n{text}" if text else f" ({process.log} is empty)"
 
 
-def kill_tree(process: Process) -> list[Killed]:
+def kill_tree(process: Running) -> list[Killed]:
     """SIGKILL a process and all that descends from it, it first; return each with its wait status.
 
     Orphans must fall to us to be reaped: call ``become_subreaper`` first.
@@ -144,7 +165,7 @@ def environment_of(pid: int) -> dict[str, str]:
     return dict(line.split("=", 1) for line in raw.split("\0") if "=" in line)
 
 
-def wait_until(done: Callable[[], object], *, what: str, timeout_s: float, alive: Sequence[Process] = ()) -> None:
+def wait_until(done: Callable[[], object], *, what: str, timeout_s: float, alive: Sequence[Running] = ()) -> None:
     """Poll until ``done()`` is true.
 
     Raises:
@@ -155,14 +176,14 @@ def wait_until(done: Callable[[], object], *, what: str, timeout_s: float, alive
         for process in alive:
             status = process.status()
             if status is not None:
-                raise LiveError(f"{process.name} ended with status {status} before {what}{process.tail()}")
+                raise LiveError(f"{process.name} ended with status {status} before {what}{tail(process)}")
         if time.monotonic() > deadline:
-            tails = "".join(process.tail() for process in alive)
+            tails = "".join(tail(process) for process in alive)
             raise LiveError(f"not within {timeout_s} s: {what}{tails}")
         time.sleep(_POLL_S)
 
 
-def wait_ready(process: Process, ready_file: Path, *, timeout_s: float = 30.0) -> dict[str, Any]:
+def wait_ready(process: Running, ready_file: Path, *, timeout_s: float = 30.0) -> dict[str, Any]:
     """Return what a service wrote into its ready file once it served."""
     wait_until(ready_file.exists, what=f"{process.name} is ready", timeout_s=timeout_s, alive=[process])
     ready: dict[str, Any] = json.loads(ready_file.read_text())

@@ -1,0 +1,186 @@
+"""Each thing that can die is killed in the middle of training; the final state is as if nothing had happened."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from tests.support.training import Reference
+
+from toprope.chaos.journal import JournalReader, read_finals
+from toprope.chaos.live.cluster import Cadences, Cluster, running_cluster
+from toprope.chaos.live.forking import ForkedServices, ForkServer
+from toprope.chaos.live.processes import wait_until
+from toprope.chaos.live.ranks import World
+from toprope.chaos.oracle import compare, torn_restores
+
+EVERY = 4
+STEPS = 40
+WORLD = 2
+ARGUMENTS = ("--job", "kills", "--size", "tiny", "--steps", str(STEPS))
+SEEDS = (1, 2, 3)
+
+
+def kill_step(seed: int) -> int:
+    return random.Random(seed).randint(STEPS // 4, STEPS // 2)
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A job in training on two nodes, a rank on each."""
+
+    cluster: Cluster
+    ranks: World
+    journal: JournalReader
+
+    def train_to(self, step: int) -> None:
+        self.ranks.until(lambda: self._newest() >= step, what=f"step {step}")
+
+    def finish(self) -> None:
+        self.ranks.finish()
+        self.journal.read()
+
+    def restored(self) -> set[int]:
+        """The steps that ranks have gone on from, 0 left out."""
+        return {event.step for event in self.journal.events if event.event == "begin"} - {0}
+
+    def _newest(self) -> int:
+        self.journal.read()
+        return self.journal.newest_step()
+
+
+@contextmanager
+def job_in_training(
+    directory: Path, server: ForkServer, services: ForkedServices, *, delay_s: float = 0.0
+) -> Iterator[Job]:
+    cadences = Cadences(every=EVERY, local_every=EVERY, object_every=2 * EVERY)
+    with running_cluster(directory, job="kills", cadences=cadences, launch=services) as cluster:
+        arguments = (*ARGUMENTS, "--step-delay", str(delay_s))
+        ranks = World(
+            server=server,
+            directory=directory / "ranks",
+            arguments=arguments,
+            world=WORLD,
+            cluster=cluster,
+            placement=lambda rank: "ab"[rank],
+        )
+        ranks.start()
+        try:
+            yield Job(cluster, ranks, JournalReader(ranks.out))
+        finally:
+            ranks.stop()
+
+
+def assert_as_if_nothing_had_happened(job: Job, reference: Reference) -> None:
+    judgement = compare(read_finals(job.ranks.out), reference(world=WORLD, arguments=ARGUMENTS), world=WORLD)
+    assert judgement.differences == ()
+    assert judgement.identical
+    assert torn_restores(job.journal.events) == ()
+
+
+def assert_trained_through(job: Job) -> None:
+    """No rank was started twice, and what was saved after the kill became READY."""
+    assert job.ranks.starts == 1
+    assert {event.pid for event in job.journal.events} == set(job.ranks.pids.values())
+    last_object_step = STEPS - STEPS % (2 * EVERY)
+    wait_until(
+        lambda: (desired := job.cluster.desired()) is not None and desired.ready_step == last_object_step,
+        what=f"step {last_object_step} is READY",
+        timeout_s=30,
+        alive=[process for process in (job.cluster.coordinator, job.cluster.broker) if process is not None],
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_killed_rank_goes_on_from_its_nodes_memory(
+    seed: int, tmp_path: Path, fork_server: ForkServer, services: ForkedServices, reference: Reference
+) -> None:
+    with job_in_training(tmp_path, fork_server, services) as job:
+        job.train_to(kill_step(seed))
+        assert job.ranks.kill(seed % WORLD) == -9
+        job.ranks.restart()
+        job.finish()
+
+        assert_as_if_nothing_had_happened(job, reference)
+        (restored,) = job.restored()
+        assert kill_step(seed) - restored <= 2 * EVERY
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_killed_node_goes_on_from_its_peers_memory(
+    seed: int, tmp_path: Path, fork_server: ForkServer, services: ForkedServices, reference: Reference
+) -> None:
+    with job_in_training(tmp_path, fork_server, services, delay_s=0.05) as job:
+        job.train_to(kill_step(seed))
+        job.ranks.kill(1)
+        killed = job.cluster.kill_node("b")
+        assert [one.status for one in killed] == [-9]
+        job.cluster.start_sidecar("b")
+        job.ranks.restart()
+        job.finish()
+
+        assert_as_if_nothing_had_happened(job, reference)
+        (restored,) = job.restored()
+        assert kill_step(seed) - restored <= 2 * EVERY
+        begins = [event for event in job.journal.events if event.event == "begin" and event.step > 0]
+        sources = {
+            (event.rank, shard["rank"], shard["tier"], shard["node"]) for event in begins for shard in event.restored
+        }
+        assert (1, 1, "peer", "a") in sources
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_killed_sidecar_never_stops_training(
+    seed: int, tmp_path: Path, fork_server: ForkServer, services: ForkedServices, reference: Reference
+) -> None:
+    with job_in_training(tmp_path, fork_server, services, delay_s=0.1) as job:
+        job.train_to(kill_step(seed))
+        name = "ab"[seed % 2]
+        sidecar = job.cluster.nodes[name].sidecar
+        assert sidecar is not None
+        assert sidecar.kill().status == -9
+        job.cluster.start_sidecar(name)
+        job.finish()
+
+        assert_as_if_nothing_had_happened(job, reference)
+        assert_trained_through(job)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_killed_coordinator_never_stops_training(
+    seed: int, tmp_path: Path, fork_server: ForkServer, services: ForkedServices, reference: Reference
+) -> None:
+    with job_in_training(tmp_path, fork_server, services, delay_s=0.05) as job:
+        job.train_to(kill_step(seed))
+        assert job.cluster.coordinator is not None
+        assert job.cluster.coordinator.kill().status == -9
+        job.cluster.start_coordinator()
+        job.finish()
+
+        assert_as_if_nothing_had_happened(job, reference)
+        assert_trained_through(job)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_killed_broker_never_stops_training(
+    seed: int, tmp_path: Path, fork_server: ForkServer, services: ForkedServices, reference: Reference
+) -> None:
+    with job_in_training(tmp_path, fork_server, services, delay_s=0.05) as job:
+        job.train_to(kill_step(seed))
+        assert job.cluster.broker is not None
+        assert job.cluster.broker.kill().status == -9
+        job.train_to(kill_step(seed) + 2)
+        job.cluster.start_broker()
+        job.finish()
+
+        assert_as_if_nothing_had_happened(job, reference)
+        assert_trained_through(job)

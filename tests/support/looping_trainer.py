@@ -1,0 +1,35 @@
+"""A trainer that takes snapshots of a tiny model until it is killed, with kill points around what it does to a slot."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from toprope.chaos.killpoints import points_from_env
+from toprope.trainer_hooks import saving
+from toprope.trainer_hooks.checkpointer import Checkpointer
+from toprope.trainer_hooks.session import Session
+
+STEP_S = 0.02
+
+
+def main(arguments: list[str]) -> None:
+    """Train the job named by the one argument."""
+    (job,) = arguments
+    points = points_from_env()
+    saving.write_page = points.around("page.write", saving.write_page)  # type: ignore[attr-defined]
+    saving.write_image = points.around("slot.write", saving.write_image)  # type: ignore[attr-defined]
+    Session.sealed = points.around("socket.sealed", Session.sealed)  # type: ignore[method-assign]
+    torch.manual_seed(1)
+    model = torch.nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    ckpt = Checkpointer(job=job, model=model, optimizer=optimizer)
+    step = ckpt.restore()
+    while True:
+        step += 1
+        optimizer.zero_grad()
+        model(torch.randn(4, 8)).square().mean().backward()
+        optimizer.step()
+        ckpt.end_step(step)
+        time.sleep(STEP_S)
