@@ -1,0 +1,1 @@
+"""How the ports are met on a real machine."""

@@ -1,0 +1,150 @@
+"""What a sidecar serves by HTTP: its inventory, its copies, acknowledgements, health and metrics."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import itertools
+import json
+import re
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from aiohttp import web
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+
+from toprope.coordinator.wire import TIERS, Inventory, encode
+from toprope.sidecar import metrics
+from toprope.sidecar.values import Way
+from toprope.store.errors import UsageError
+from toprope.store.names import checked_id
+
+MAX_BODY_BYTES = 64 * 1024
+MAX_WAIT_S = 60.0
+_CHUNK_BYTES = 1 << 20
+_LEAST_BYTES_PER_S = 20_000_000
+_COPY = r"/v1/copies/{attempt_uid:[0-9a-f]{1,64}}/{step:\d{1,15}}/{rank:\d{1,9}}"
+_HEX = re.compile(r"[0-9a-f]{32}")
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Copies:
+    """What the server asks of the runtime about copies."""
+
+    locate: Callable[[str, int, int], list[tuple[Way, int]]]
+    view: Callable[[Path], Awaitable[memoryview]]
+    began: Callable[[int, str, int, int], None]
+    ended: Callable[[int], None]
+    acked: Callable[[str, str, int, int, str], None]
+
+
+class SidecarHttp:
+    """The routes."""
+
+    def __init__(
+        self,
+        copies: Copies,
+        *,
+        inventory_after: Callable[[int, float], Awaitable[Inventory | None]],
+        token: str | None,
+        stall_timeout_s: float,
+        use_deadline_s: float,
+    ) -> None:
+        self._copies = copies
+        self._inventory_after = inventory_after
+        self._token = token
+        self._stall_timeout_s = stall_timeout_s
+        self._use_deadline_s = use_deadline_s
+        self._serves = itertools.count(1)
+
+    def application(self) -> web.Application:
+        """Return the application to serve."""
+        application = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[self._authorised])
+        application.router.add_get("/healthz", self._healthz)
+        application.router.add_get("/metrics", self._metrics)
+        application.router.add_get("/v1/inventory", self._inventory)
+        application.router.add_get(_COPY, self._copy)
+        application.router.add_post(f"{_COPY}/ack", self._ack)
+        return application
+
+    @web.middleware
+    async def _authorised(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        if self._token is not None and request.path != "/healthz":
+            given = request.headers.get("Authorization", "")
+            if not hmac.compare_digest(given.encode(), f"Bearer {self._token}".encode()):
+                raise web.HTTPUnauthorized(text="give the job's token\n")
+        return await handler(request)
+
+    async def _healthz(self, _request: web.Request) -> web.Response:
+        return web.Response(text="ok\n")
+
+    async def _metrics(self, _request: web.Request) -> web.Response:
+        return web.Response(body=generate_latest(metrics.REGISTRY), headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+    async def _inventory(self, request: web.Request) -> web.Response:
+        try:
+            after = int(request.query.get("after", "0"))
+            wait_s = min(MAX_WAIT_S, max(0.0, float(request.query.get("wait_s", "0"))))
+        except ValueError as error:
+            raise web.HTTPBadRequest(text="after is a version and wait_s a number of seconds\n") from error
+        inventory = await self._inventory_after(after, wait_s)
+        if inventory is None:
+            raise web.HTTPServiceUnavailable(text="not told yet which job this is: no coordinator has answered\n")
+        return web.Response(body=encode(inventory), content_type="application/json")
+
+    async def _copy(self, request: web.Request) -> web.StreamResponse:
+        attempt_uid, step, rank = _place(request)
+        tier = request.query.get("tier", "")
+        if tier and tier not in TIERS:
+            raise web.HTTPBadRequest(text=f"tier is one of {', '.join(TIERS)}\n")
+        found = [(way, size) for way, size in self._copies.locate(attempt_uid, step, rank) if tier in {"", way.tier}]
+        if not found:
+            raise web.HTTPNotFound(text=f"no verified copy of step {step} of rank {rank} here\n")
+        way, size = found[0]
+        serve = next(self._serves)
+        self._copies.began(serve, attempt_uid, step, rank)
+        try:
+            view = await self._copies.view(Path(way.path))
+            return await self._stream(request, view[:size])
+        except FileNotFoundError as error:
+            raise web.HTTPNotFound(text="the copy is gone\n") from error
+        finally:
+            self._copies.ended(serve)
+
+    async def _stream(self, request: web.Request, image: memoryview) -> web.StreamResponse:
+        """Send an image; a reader that stalls or is too slow loses its connection, not the trainer a slot."""
+        response = web.StreamResponse(headers={"Content-Type": "application/octet-stream"})
+        response.content_length = len(image)
+        try:
+            async with asyncio.timeout(self._use_deadline_s + len(image) / _LEAST_BYTES_PER_S):
+                await response.prepare(request)
+                for start in range(0, len(image), _CHUNK_BYTES):
+                    async with asyncio.timeout(self._stall_timeout_s):
+                        await response.write(image[start : start + _CHUNK_BYTES])
+                await response.write_eof()
+        except (TimeoutError, ConnectionError):
+            if request.transport is not None:
+                request.transport.abort()
+        else:
+            metrics.SERVED_BYTES.inc(len(image))
+        return response
+
+    async def _ack(self, request: web.Request) -> web.Response:
+        attempt_uid, step, rank = _place(request)
+        try:
+            body = json.loads(await request.text())
+            holder, digest = body["holder"], body["digest"]
+            good = _HEX.fullmatch(digest) is not None and bool(checked_id(holder, what="node"))
+        except (ValueError, KeyError, TypeError, UsageError) as error:
+            raise web.HTTPBadRequest(text="give {holder, digest}\n") from error
+        if not good:
+            raise web.HTTPBadRequest(text="digest is 32 hex digits\n")
+        self._copies.acked(holder, attempt_uid, step, rank, digest)
+        return web.Response(status=204)
+
+
+def _place(request: web.Request) -> tuple[str, int, int]:
+    return request.match_info["attempt_uid"], int(request.match_info["step"]), int(request.match_info["rank"])

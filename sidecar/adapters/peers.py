@@ -1,0 +1,80 @@
+"""Other sidecars by HTTP: documents on the loop, bulk bytes by a blocking socket that reads into their final place."""
+
+from __future__ import annotations
+
+import http.client
+from urllib.parse import urlsplit
+
+import aiohttp
+
+from toprope.coordinator.wire import MAX_INVENTORY_BYTES, DocumentError, Inventory, decode
+from toprope.sidecar.ports import PeerError, said
+
+WATCH_S = 10.0
+_READ_BYTES = 4 * 1024 * 1024
+
+
+class HttpPeers:
+    """Speaks to other sidecars, with the job's token if there is one."""
+
+    def __init__(self, session: aiohttp.ClientSession, *, node: str, token: str | None, stall_timeout_s: float) -> None:
+        self._session = session
+        self._node = node
+        self._headers = {"Authorization": f"Bearer {token}"} if token else {}
+        self._stall_timeout_s = stall_timeout_s
+
+    async def watch(self, url: str, *, after: int) -> Inventory:
+        """Return the inventory as soon as it is not version ``after``, or as it is after a while."""
+        query = {"after": str(after), "wait_s": str(WATCH_S)}
+        timeout = aiohttp.ClientTimeout(total=WATCH_S + self._stall_timeout_s, connect=self._stall_timeout_s)
+        try:
+            async with self._session.get(
+                f"{url}/v1/inventory", params=query, headers=self._headers, timeout=timeout
+            ) as response:
+                if response.status != http.HTTPStatus.OK:
+                    raise PeerError(f"{url} answered {response.status}")
+                body = await response.content.read(MAX_INVENTORY_BYTES + 1)
+                while len(body) <= MAX_INVENTORY_BYTES and (more := await response.content.read(MAX_INVENTORY_BYTES)):
+                    body += more
+            return decode(body, Inventory, limit=MAX_INVENTORY_BYTES)
+        except (aiohttp.ClientError, TimeoutError, OSError, DocumentError) as error:
+            raise PeerError(f"{url}: {said(error)}") from error
+
+    def receive(self, url: str, into: memoryview) -> None:
+        """Receive exactly as many bytes as there is room for."""
+        parts = urlsplit(url)
+        connection = http.client.HTTPConnection(parts.hostname or "", parts.port or 80, timeout=self._stall_timeout_s)
+        try:
+            connection.request("GET", f"{parts.path}?{parts.query}", headers=self._headers)
+            response = connection.getresponse()
+            if response.status != http.HTTPStatus.OK:
+                text = response.read(500).decode("utf-8", "replace")
+                raise PeerError(f"{parts.netloc} answered {response.status}: {text}")
+            if response.length != len(into):
+                raise PeerError(f"{parts.netloc} has {response.length} bytes; expected {len(into)}")
+            _fill(response, into)
+        except (OSError, http.client.HTTPException) as error:
+            raise PeerError(f"{parts.netloc}: {said(error)}") from error
+        finally:
+            connection.close()
+
+    async def acknowledge(self, url: str, *, digest: str) -> None:
+        """Tell an owner which digest its copy has here."""
+        timeout = aiohttp.ClientTimeout(total=self._stall_timeout_s)
+        try:
+            async with self._session.post(
+                url, json={"holder": self._node, "digest": digest}, headers=self._headers, timeout=timeout
+            ) as response:
+                if response.status != http.HTTPStatus.NO_CONTENT:
+                    raise PeerError(f"{url} answered {response.status}")
+        except (TimeoutError, aiohttp.ClientError, OSError) as error:
+            raise PeerError(f"{url}: {said(error)}") from error
+
+
+def _fill(response: http.client.HTTPResponse, into: memoryview) -> None:
+    at = 0
+    while at < len(into):
+        count = response.readinto(into[at : at + _READ_BYTES])
+        if count == 0:
+            raise PeerError(f"the connection ended after {at} of {len(into)} bytes")
+        at += count

@@ -1,0 +1,74 @@
+"""``ckpt sidecar``: flags to config, config to the runtime."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from toprope.sidecar.config import (
+    SidecarConfig,
+    checked_config,
+    default_node,
+    parse_address,
+    parse_domain,
+    read_token,
+)
+from toprope.sidecar.runtime import run
+
+app = typer.Typer(add_completion=False)
+
+
+@app.command()
+def sidecar(  # noqa: PLR0913 - one parameter for each flag
+    *,
+    job: Annotated[str, typer.Option(help="Name of the training job.")],
+    memory_dir: Annotated[Path, typer.Option(help="Directory in a tmpfs for slots and peer copies.")],
+    local_dir: Annotated[Path, typer.Option(help="Directory on this node's disk for the local tier.")],
+    store: Annotated[str, typer.Option(help="Root of the object store: a directory or file:// URL.")],
+    coordinator: Annotated[str, typer.Option(help="URL of the coordinator; several with commas.")],
+    node: Annotated[str | None, typer.Option(help="Name of this node; default: the host's name.")] = None,
+    broker: Annotated[
+        str | None, typer.Option(help="HOST:PORT of the MQTT broker; without one all goes by HTTP.")
+    ] = None,
+    socket: Annotated[Path | None, typer.Option(help="Unix socket for trainers.", envvar="CKPT_SOCKET")] = None,
+    listen: Annotated[str, typer.Option(help="HOST:PORT for peers, health and metrics.")] = "127.0.0.1:0",
+    domain: Annotated[list[str] | None, typer.Option(help="Failure domain label, such as rack=r1.")] = None,
+    memory: Annotated[int | None, typer.Option(min=1, help="Most bytes of memory to use.")] = None,
+    state_size: Annotated[int | None, typer.Option(min=1, help="Bytes of one rank's state: checked to fit.")] = None,
+    ranks: Annotated[int, typer.Option(min=1, help="Ranks on this node, for --state-size.")] = 1,
+    copies: Annotated[int, typer.Option(min=0, help="Peer copies held here for each own rank.")] = 1,
+    token_file: Annotated[Path | None, typer.Option(help="File with the job's token; needed off loopback.")] = None,
+    ready_file: Annotated[Path | None, typer.Option(help="Where to write url and pid once it serves.")] = None,
+) -> None:
+    """Serve one node: slots for its trainers, copies in memory, on disk, at peers and in the object store."""
+    logging.basicConfig(
+        stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname).1s %(name)s %(message)s"
+    )
+    name = node if node is not None else default_node()
+    config = SidecarConfig(
+        job=job,
+        node=name,
+        coordinators=tuple(url.strip() for url in coordinator.split(",") if url.strip()),
+        broker=parse_address(broker, what="--broker") if broker is not None else None,
+        memory_dir=memory_dir,
+        local_dir=local_dir,
+        store=store,
+        socket=socket if socket is not None else Path("/run/toprope") / job / "sidecar.sock",
+        listen=parse_address(listen, what="--listen"),
+        domain=parse_domain(domain or [], node=name),
+        memory_bytes=memory,
+        state_size=state_size,
+        ranks=ranks,
+        copies=copies,
+        token=read_token(token_file) if token_file is not None else None,
+        ready_file=ready_file,
+    )
+    checked_config(config)
+    os.umask(0o077)
+    asyncio.run(run(config))

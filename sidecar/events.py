@@ -1,0 +1,255 @@
+"""What can happen to a sidecar, as values. The core is told these and nothing else."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from toprope.coordinator.wire import Copy, Desired, Inventory, OpenAnswer, ReadBack
+from toprope.sidecar.values import Shard, SlotSight
+from toprope.trainer_hooks.wire import FromHook, StagedShard
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FrameArrived:
+    """A trainer sent a frame on this connection."""
+
+    connection: int
+    frame: FromHook
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConnectionClosed:
+    """A trainer's connection is gone: a hint that it died, not a proof."""
+
+    connection: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DesiredArrived:
+    """The coordinator's document, by whichever way it came."""
+
+    desired: Desired
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenAnswered:
+    """The coordinator answered the OPEN of this connection."""
+
+    connection: int
+    answer: OpenAnswer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlotsSeen:
+    """The slots of a rank as they lie in memory now: pages, capacities, locks."""
+
+    rank: int
+    sights: tuple[SlotSight, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlotsRefused:
+    """Slots could not be made: there is no room."""
+
+    rank: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlotHeld:
+    """A grant was not made: a process of another launch holds the slot's lock."""
+
+    rank: int
+    slot: int
+    seq: int
+    launch_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlotHashed:
+    """A sealed slot has this digest; its page says so."""
+
+    slot: int
+    seq: int
+    shard: Shard
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlotDropped:
+    """A sealed or hashed slot is not what it should be."""
+
+    rank: int
+    slot: int
+    seq: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpareSeen:
+    """A peer copy found in memory at start, and checked."""
+
+    rank: int
+    spare: int
+    shard: Shard
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalStored:
+    """A shard lies in the local tier, durably, under this path; ``slot`` is None for one found at start."""
+
+    shard: Shard
+    path: str
+    slot: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ObjectStored:
+    """A shard and its index lie in the object store: a receipt."""
+
+    slot: int
+    receipt: Copy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreFailed:
+    """A shard could not be stored in a tier.
+
+    ``damaged``: the slot's own bytes are wrong. ``quarantine``: the medium lost writes and is not to be trusted.
+    """
+
+    tier: str
+    shard: Shard
+    slot: int
+    reason: str
+    damaged: bool = False
+    quarantine: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OwnerSeen:
+    """The inventory of a node of which this one holds copies."""
+
+    inventory: Inventory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pulled:
+    """A peer copy was received, hashed as stored, and found right."""
+
+    shard: Shard
+    spare: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PullFailed:
+    """A peer copy could not be had, or its bytes were wrong."""
+
+    shard: Shard
+    spare: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Acked:
+    """A peer says which digest it computed over the copy that it stored."""
+
+    holder: str
+    attempt_uid: str
+    step: int
+    rank: int
+    digest: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeBegan:
+    """Bytes of a copy begin to flow to a reader."""
+
+    serve: int
+    attempt_uid: str
+    step: int
+    rank: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeEnded:
+    """No more bytes of it flow: sent to the end, or the connection was destroyed."""
+
+    serve: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardStaged:
+    """A shard of the attempt's source is here and verified."""
+
+    attempt_uid: str
+    shard: StagedShard
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageFailed:
+    """A shard of the attempt's source can't be had; ``reason`` lists what was tried."""
+
+    attempt_uid: str
+    rank: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CopyDoubted:
+    """A copy of this node was wanted for a restore and did not have its digest."""
+
+    attempt_uid: str
+    step: int
+    rank: int
+    tier: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadBackDone:
+    """An object was read back past the cache."""
+
+    result: ReadBack
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadBackFailed:
+    """The store did not answer; nothing is known about the object."""
+
+    key: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tick:
+    """Time has passed; ``now_s`` is monotonic."""
+
+    now_s: float
+
+
+Event: TypeAlias = (
+    FrameArrived
+    | ConnectionClosed
+    | DesiredArrived
+    | OpenAnswered
+    | SlotsSeen
+    | SlotsRefused
+    | SlotHeld
+    | SlotHashed
+    | SlotDropped
+    | SpareSeen
+    | LocalStored
+    | ObjectStored
+    | StoreFailed
+    | OwnerSeen
+    | Pulled
+    | PullFailed
+    | Acked
+    | ServeBegan
+    | ServeEnded
+    | ShardStaged
+    | StageFailed
+    | CopyDoubted
+    | ReadBackDone
+    | ReadBackFailed
+    | Tick
+)

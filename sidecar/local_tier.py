@@ -1,0 +1,132 @@
+"""The local tier: shards as files on this node's disk, each listed only with a receipt that matches it.
+
+Data first: ``tmp.<nonce>``, synced, renamed, directory synced; then the receipt the same way. A crash leaves temporary
+files, which the next start removes, or data without a receipt, which is not listed. All calls block.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import zlib
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from toprope.sidecar.ports import DiskPort, SyncError
+from toprope.sidecar.values import Shard
+from toprope.store.digest import digest, digest_of_file
+
+_RECEIPT = re.compile(r"a\d+-s\d+-rank-\d+-of-\d+-[0-9a-f]+\.safetensors\.receipt")
+_MAX_RECEIPT_BYTES = 64 * 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalFailure(Exception):  # noqa: N818 - an outcome with two flags, raised
+    """A shard was not stored. ``damaged``: its source is wrong; ``quarantine``: the disk lost writes twice."""
+
+    reason: str
+    damaged: bool = False
+    quarantine: bool = False
+
+    def __str__(self) -> str:
+        return self.reason
+
+
+class LocalTier:
+    """The files of one job in the local directory."""
+
+    def __init__(self, directory: Path, disk: DiskPort) -> None:
+        self._directory = directory
+        self._disk = disk
+
+    def store(self, shard: Shard, image: memoryview, *, nonces: tuple[str, str]) -> Path:
+        """Store a shard durably and return its path; after a failed sync it is written once more, as another file.
+
+        Raises:
+            LocalFailure: it is not stored.
+        """
+        try:
+            return self._store(shard, image, nonces[0])
+        except SyncError:
+            return self._second_try(shard, image, nonces[1])
+        except OSError as error:
+            raise LocalFailure(reason=f"{self._directory}: {error.strerror}") from error
+
+    def _second_try(self, shard: Shard, image: memoryview, nonce: str) -> Path:
+        try:
+            return self._store(shard, image, nonce)
+        except SyncError as error:
+            reason = f"{self._directory}: sync failed twice ({error.strerror}); the local tier is not used any more"
+            raise LocalFailure(reason=reason, quarantine=True) from error
+        except OSError as error:
+            raise LocalFailure(reason=f"{self._directory}: {error.strerror}") from error
+
+    def _store(self, shard: Shard, image: memoryview, nonce: str) -> Path:
+        name = f"a{shard.attempt}-s{shard.step}-rank-{shard.rank}-of-{shard.world}-{nonce}.safetensors"
+        path = self._directory / name
+        self._publish(path, image, nonce)
+        found = digest(image)
+        if found != shard.digest:
+            self._disk.remove(path)
+            reason = f"the slot's digest is {found} and was {shard.digest} when it was hashed"
+            raise LocalFailure(reason=reason, damaged=True)
+        self._publish(path.with_name(f"{name}.receipt"), memoryview(_encode(shard)), nonce)
+        return path
+
+    def _publish(self, path: Path, body: memoryview, nonce: str) -> None:
+        temporary = self._directory / f"tmp.{nonce}"
+        try:
+            self._disk.write(temporary, body)
+            self._disk.rename(temporary, path)
+        except OSError:
+            self._disk.remove(temporary)
+            raise
+        self._disk.sync_directory(self._directory)
+
+    def drop(self, path: Path) -> None:
+        """Delete a copy: its receipt first, so that it is never listed without data."""
+        self._disk.remove(path.with_name(f"{path.name}.receipt"))
+        self._disk.remove(path)
+
+    def scan(self) -> Iterator[tuple[Shard, Path] | str]:
+        """Remove what crashes have left; yield each copy whose receipt and digest match, and a line for each other."""
+        for path in sorted(self._directory.glob("tmp.*")):
+            self._disk.remove(path)
+        for receipt in sorted(self._directory.iterdir()):
+            if _RECEIPT.fullmatch(receipt.name) is None:
+                continue
+            path = receipt.with_name(receipt.name.removesuffix(".receipt"))
+            try:
+                shard = _decode(receipt)
+                _check(path, shard)
+            except (OSError, ValueError) as error:
+                yield f"{path} is not used: {error}"
+            else:
+                yield shard, path
+
+
+def _check(path: Path, shard: Shard) -> None:
+    length = path.stat().st_size
+    if length != shard.bytes:
+        raise ValueError(f"it has {length} bytes; its receipt says {shard.bytes}")
+    found = digest_of_file(path)
+    if found != shard.digest:
+        raise ValueError(f"its digest is {found}; its receipt says {shard.digest}")
+
+
+def _encode(shard: Shard) -> bytes:
+    body = json.dumps({"format": 1, **asdict(shard)}, sort_keys=True)
+    return f"{zlib.crc32(body.encode()):08x} {body}\n".encode()
+
+
+def _decode(path: Path) -> Shard:
+    with path.open("rb") as file:
+        raw = file.read(_MAX_RECEIPT_BYTES)
+    crc, _, body = raw.decode("ascii").strip().partition(" ")
+    if f"{zlib.crc32(body.encode()):08x}" != crc:
+        raise ValueError("its receipt is damaged")
+    values = json.loads(body)
+    if values.pop("format", None) != 1:
+        raise ValueError("its receipt is of another format")
+    return Shard(**values)

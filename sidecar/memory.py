@@ -1,0 +1,339 @@
+"""The files of the memory and peer tiers: made, faulted in, mapped, hashed. All calls block; none is for the loop.
+
+::
+
+    <memory-dir>/boot_id                        names this memory
+    <memory-dir>/<job>/slots/rank-<r>/slot-<n>.{data,page,lock}
+    <memory-dir>/<job>/peer/rank-<r>-spare-<n>.{data,page}
+    <memory-dir>/<job>/stage/<attempt uid>-rank-<r>.data
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import mmap
+import os
+import re
+import threading
+from pathlib import Path
+
+from toprope.sidecar.budget import measure, why_too_little
+from toprope.sidecar.ports import PagesPort
+from toprope.sidecar.values import Shard, SlotSight, shard_of_page
+from toprope.store.digest import digest
+from toprope.store.errors import CorruptObjectError, UsageError
+from toprope.store.shard import identity_of, parse_header
+from toprope.trainer_hooks.slot import Page, SlotPaths, SlotState, lock_holder, slot_paths
+
+_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14
+_POPULATE_CHUNK = 16 * 1024 * 1024
+_SLOT = re.compile(r"slot-(\d{1,9})\.data")
+_RANK = re.compile(r"rank-(\d{1,9})")
+_SPARE = re.compile(r"rank-(\d{1,9})-spare-(\d)\.data")
+
+
+class DroppedError(Exception):
+    """A slot or spare does not hold what it should."""
+
+
+class NoRoomError(Exception):
+    """There is not enough memory; the message says what is needed and what there is."""
+
+
+class Memory:
+    """This job's directory in the node's memory."""
+
+    def __init__(self, root: Path, pages: PagesPort, *, limit_bytes: int | None) -> None:
+        self.root = root
+        self._pages = pages
+        self._limit_bytes = limit_bytes
+        self._maps: dict[Path, mmap.mmap] = {}
+        self._mutex = threading.Lock()
+        for directory in (root / "slots", root / "peer", root / "stage"):
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+    # Names
+
+    def slot(self, rank: int, number: int) -> SlotPaths:
+        """Return the files of a slot."""
+        return slot_paths(self.root / "slots" / f"rank-{rank}", number)
+
+    def spare(self, rank: int, number: int) -> SlotPaths:
+        """Return the files of a spare (it has no lock)."""
+        stem = self.root / "peer" / f"rank-{rank}-spare-{number}"
+        return SlotPaths(data=stem.with_suffix(".data"), page=stem.with_suffix(".page"), lock=stem.with_suffix(".lock"))
+
+    def staged(self, attempt_uid: str, rank: int) -> Path:
+        """Return the file into which a shard is fetched for a restore."""
+        return self.root / "stage" / f"{attempt_uid}-rank-{rank}.data"
+
+    def slot_ranks(self) -> list[int]:
+        """Return the ranks that have slots in memory."""
+        found = (_RANK.fullmatch(path.name) for path in (self.root / "slots").iterdir())
+        return sorted(int(match[1]) for match in found if match is not None)
+
+    def spares(self) -> list[tuple[int, int]]:
+        """Return rank and number of each spare in memory."""
+        found = (_SPARE.fullmatch(path.name) for path in (self.root / "peer").iterdir())
+        return sorted((int(match[1]), int(match[2])) for match in found if match is not None)
+
+    # Files
+
+    def make_slots(self, rank: int, numbers: tuple[int, ...], size: int) -> None:
+        """Make slots: data faulted in, page EMPTY, lock.
+
+        Raises:
+            NoRoomError: they do not fit; what was begun is removed.
+        """
+        (self.root / "slots" / f"rank-{rank}").mkdir(mode=0o700, exist_ok=True)
+        self._check_room(size * len(numbers), what=f"{len(numbers)} slots of rank {rank}")
+        try:
+            for number in numbers:
+                paths = self.slot(rank, number)
+                self._make(paths.data, size)
+                self._pages.write(paths.page, Page(rank=rank))
+                os.close(os.open(paths.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+        except NoRoomError:
+            self.remove_slots(rank, numbers)
+            raise
+
+    def remove_slots(self, rank: int, numbers: tuple[int, ...]) -> None:
+        """Delete slots."""
+        for number in numbers:
+            paths = self.slot(rank, number)
+            for path in (paths.page, paths.data, paths.lock):
+                self._remove(path)
+
+    def remove_spares(self, rank: int, numbers: tuple[int, ...]) -> None:
+        """Delete spares."""
+        for number in numbers:
+            paths = self.spare(rank, number)
+            self._remove(paths.page)
+            self._remove(paths.data)
+
+    def fit(self, path: Path, size: int) -> memoryview:
+        """Return a writable view of a file of at least this size, made anew if the one there is smaller.
+
+        Raises:
+            NoRoomError: it does not fit.
+        """
+        if not path.exists() or path.stat().st_size < size:
+            self._remove(path)
+            self._check_room(size, what=path.name)
+            self._make(path, size)
+        return self.view(path)[:size]
+
+    def drop_staged(self, *, keep: str) -> None:
+        """Delete staged files, but for those of attempt ``keep``."""
+        for path in sorted((self.root / "stage").iterdir()):
+            if not keep or not path.name.startswith(f"{keep}-"):
+                self._remove(path)
+
+    def view(self, path: Path) -> memoryview:
+        """Return a view of a whole file, mapped once."""
+        with self._mutex:
+            found = self._maps.get(path)
+            if found is None:
+                with path.open("r+b") as file:
+                    found = mmap.mmap(file.fileno(), 0)
+                self._maps[path] = found
+        return memoryview(found)
+
+    def _make(self, path: Path, size: int) -> None:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            os.posix_fallocate(descriptor, 0, size)
+        except OSError as error:
+            path.unlink()
+            if error.errno not in {errno.ENOSPC, errno.ENOMEM}:
+                raise
+            text = why_too_little(measure(self.root), size, what=path.name)
+            raise NoRoomError(text or f"{path} of {size} bytes does not fit: {os.strerror(error.errno)}") from error
+        finally:
+            os.close(descriptor)
+        _fault_in(self.view(path))
+
+    def _check_room(self, more: int, *, what: str) -> None:
+        text = why_too_little(measure(self.root), more, what=what)
+        if text is not None:
+            raise NoRoomError(text)
+        if self._limit_bytes is not None:
+            used = self.used_bytes()
+            if used + more > self._limit_bytes:
+                raise NoRoomError(
+                    f"{what} needs {more} bytes; --memory {self._limit_bytes} leaves {self._limit_bytes - used}"
+                )
+
+    def used_bytes(self) -> int:
+        """Return the bytes of all data files of this job in memory."""
+        return sum(path.stat().st_size for path in self.root.rglob("*.data"))
+
+    def _remove(self, path: Path) -> None:
+        with self._mutex:
+            self._maps.pop(path, None)  # closed when the last view of it is gone
+        path.unlink(missing_ok=True)
+
+    # Slots
+
+    def look(self, rank: int) -> tuple[SlotSight, ...]:
+        """Return the slots of a rank as they lie in memory; one without page or lock is not ready and left out."""
+        sights: list[SlotSight] = []
+        for path in sorted((self.root / "slots" / f"rank-{rank}").glob("slot-*.data")):
+            match = _SLOT.fullmatch(path.name)
+            if match is None:
+                continue
+            paths = self.slot(rank, int(match[1]))
+            try:
+                page, held = self._pages.read(paths.page), lock_holder(paths.lock) is not None
+            except FileNotFoundError:
+                continue
+            sights.append(SlotSight(slot=int(match[1]), capacity=path.stat().st_size, page=page, lock_held=held))
+        return tuple(sights)
+
+    def lend(self, slot: int, page: Page, *, check_lock: bool) -> str | None:
+        """Write the EMPTY page of a slot; or return the launch whose process holds its lock and do nothing."""
+        paths = self.slot(page.rank, slot)
+        if check_lock and lock_holder(paths.lock) is not None:
+            return self._pages.read(paths.page).launch_id
+        self._pages.write(paths.page, page)
+        return None
+
+    def empty(self, slot: int, page: Page) -> None:
+        """Write the EMPTY page of a slot."""
+        self._pages.write(self.slot(page.rank, slot).page, page)
+
+    def hash_slot(self, rank: int, slot: int, *, seq: int, expected: str) -> Shard:
+        """Return what a sealed slot holds and write that into its page; or check one against its digest.
+
+        Raises:
+            DroppedError: it is not what it should be.
+        """
+        paths = self.slot(rank, slot)
+        page = self._pages.read(paths.page)
+        wanted = SlotState.HASHED if expected else SlotState.SEALED
+        if (page.seq, page.state) != (seq, wanted):
+            raise DroppedError(f"its page says {page.state} of seq {page.seq}; expected {wanted} of seq {seq}")
+        found = self._digest_of_image(paths.data, page)
+        if expected and found != expected:
+            raise DroppedError(f"its digest is {found}; it was {expected} when it was hashed")
+        if self._pages.read(paths.page) != page:
+            raise DroppedError("it was written to while it was hashed")
+        hashed = Page(
+            state=SlotState.HASHED,
+            seq=page.seq,
+            launch_id=page.launch_id,
+            rank=page.rank,
+            world=page.world,
+            attempt=page.attempt,
+            attempt_uid=page.attempt_uid,
+            step=page.step,
+            bytes=page.bytes,
+            digest=found,
+        )
+        if not expected:
+            self._pages.write(paths.page, hashed)
+        return shard_of_page(hashed)
+
+    def check_spare(self, rank: int, number: int) -> Shard:
+        """Return the peer copy in a spare.
+
+        Raises:
+            DroppedError: it holds none, or not the bytes of its digest.
+        """
+        paths = self.spare(rank, number)
+        page = self._pages.read(paths.page)
+        if page.state is not SlotState.HASHED or page.rank != rank:
+            raise DroppedError("it holds no whole copy")
+        found = self._digest_of_image(paths.data, page)
+        if found != page.digest:
+            raise DroppedError(f"its digest is {found}; it was {page.digest} when it was received")
+        return shard_of_page(page)
+
+    def _digest_of_image(self, path: Path, page: Page) -> str:
+        view = self.view(path)
+        if not 0 < page.bytes <= len(view):
+            raise DroppedError(f"its page says {page.bytes} bytes; it has room for {len(view)}")
+        image = view[: page.bytes]
+        check_header(image, shard_of_page(page))
+        return digest(image)
+
+
+def check_header(image: memoryview, shard: Shard) -> None:
+    """Check that an image says of itself what is said of it.
+
+    Raises:
+        DroppedError: it is no image, or that of another snapshot.
+    """
+    name = f"rank {shard.rank} step {shard.step}"
+    try:
+        said = identity_of(parse_header(image, size=len(image), name=name), name=name)
+    except CorruptObjectError as error:
+        raise DroppedError(str(error)) from error
+    for field in ("attempt", "attempt_uid", "step", "rank", "world"):
+        if getattr(said, field) != getattr(shard, field):
+            raise DroppedError(f"its header says {field} {getattr(said, field)}; expected {getattr(shard, field)}")
+
+
+def boot_id(memory_dir: Path) -> str:
+    """Return the id of this memory, drawn by whoever comes first."""
+    path = memory_dir / "boot_id"
+    if not path.exists():
+        drawn = memory_dir / f"tmp.boot_id.{os.urandom(8).hex()}"
+        drawn.write_text(os.urandom(16).hex(), encoding="ascii")
+        try:
+            path.hardlink_to(drawn)
+        except FileExistsError:
+            pass
+        finally:
+            drawn.unlink()
+    return path.read_text(encoding="ascii").strip()
+
+
+def lock_memory(root: Path) -> int:
+    """Return a descriptor whose lock says that this process owns the directory, until it ends.
+
+    Raises:
+        UsageError: another live sidecar owns it.
+    """
+    descriptor = os.open(root / "sidecar.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(descriptor)
+        raise UsageError(
+            f"another sidecar serves {root}: stop it first, or give this one its own --memory-dir"
+        ) from error
+    return descriptor
+
+
+def make_directory(path: Path, *, what: str) -> None:
+    """Make a directory of this user's, with its parents, and see that it can be written.
+
+    Raises:
+        UsageError: it can't be made or written.
+    """
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        trial = path / f"tmp.{os.urandom(8).hex()}"
+        os.close(os.open(trial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+        trial.unlink()
+    except OSError as error:
+        reason = os.strerror(error.errno or 0)
+        raise UsageError(
+            f"{what} {path} can't be written: {reason}. Give a directory that this user can write"
+        ) from error
+
+
+def _fault_in(view: memoryview) -> None:
+    """Touch each page for writing, so that no trainer waits for the kernel to find one."""
+    mapped = view.obj
+    assert isinstance(mapped, mmap.mmap)
+    try:
+        for start in range(0, len(view), _POPULATE_CHUNK):
+            mapped.madvise(_POPULATE_WRITE, start, min(_POPULATE_CHUNK, len(view) - start))
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        for start in range(0, len(view), mmap.PAGESIZE):
+            view[start] = 0

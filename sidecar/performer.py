@@ -1,0 +1,472 @@
+"""Does what the core wants done, and tells it what came of it. One loop, one core, calls to it never overlap."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import logging
+import os
+from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar
+
+from toprope.coordinator.wire import Desired, Inventory, OpenAnswer
+from toprope.sidecar import effects as do
+from toprope.sidecar import events as on
+from toprope.sidecar import metrics
+from toprope.sidecar.adapters.http import Copies
+from toprope.sidecar.adapters.trainer_socket import TrainerSocket
+from toprope.sidecar.config import SidecarConfig
+from toprope.sidecar.core import Core
+from toprope.sidecar.effects import Effect
+from toprope.sidecar.events import Event
+from toprope.sidecar.local_tier import LocalFailure, LocalTier
+from toprope.sidecar.memory import DroppedError, Memory, NoRoomError
+from toprope.sidecar.object_tier import DamagedError, read_back, store_object
+from toprope.sidecar.ports import CoordinatorError, PeerError, Ports
+from toprope.sidecar.pulling import WrongBytesError, pull
+from toprope.sidecar.shouts import Shouts
+from toprope.sidecar.staging import Stager, StagingError
+from toprope.sidecar.values import Way
+from toprope.store.errors import CkptError
+from toprope.trainer_hooks import wire
+
+TICK_S = 0.25
+HTTP_REPORT_AFTER_S = 1.0
+HTTP_REPORT_EVERY_S = 1.0
+WATCH_RETRY_S = 0.5
+HASH_THREADS = 2
+BULK_THREADS = 16
+
+log = logging.getLogger("toprope.sidecar")
+A = ParamSpec("A")
+R = TypeVar("R")
+
+
+@dataclass(slots=True, kw_only=True)
+class Parts:
+    """What a running sidecar consists of."""
+
+    core: Core
+    memory: Memory
+    local: LocalTier
+    ports: Ports
+    stager: Stager
+
+
+class Sidecar:
+    """The runtime of one sidecar."""
+
+    def __init__(self, config: SidecarConfig, tasks: asyncio.TaskGroup) -> None:
+        self.config = config
+        self.parts: Parts | None = None
+        self.socket = TrainerSocket(config.socket, on_frame=self._on_frame, on_closed=self._on_closed)
+        self.stop = asyncio.Event()
+        self.refusal: str | None = None
+        self._tasks = tasks
+        self._loop = asyncio.get_running_loop()
+        self._shouts = Shouts()
+        self._hashers = ThreadPoolExecutor(HASH_THREADS, thread_name_prefix="hash")
+        self._bulk = ThreadPoolExecutor(BULK_THREADS, thread_name_prefix="bulk")
+        self._changed = asyncio.Event()
+        self._followers: dict[str, tuple[str, asyncio.Task[None]]] = {}
+        self._broker_version = 0
+        self._scan: asyncio.Task[None] | None = None
+
+    # Events in, effects out
+
+    def post(self, event: Event) -> None:
+        """Tell the core, and begin what it wants done."""
+        assert self.parts is not None
+        for effect in self.parts.core.handle(event):
+            self._begin(effect)
+
+    def _begin(self, effect: Effect) -> None:
+        """Do at once what takes no time; start a task for the rest."""
+        match effect:
+            case do.Send():
+                self.socket.send(effect.connection, effect.frame)
+            case do.Hangup():
+                self.socket.hang_up(effect.connection)
+            case do.Shout():
+                self._shouts.shout(effect.what, effect.text)
+            case do.Publish():
+                self._on_publish(effect.inventory)
+            case do.Follow():
+                self._follow(dict(effect.owners))
+            case do.Exit():
+                self.refusal = effect.reason
+                self.stop.set()
+            case _:
+                task = self._start(self._perform(effect))
+                assert not task.done()
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        return self._tasks.create_task(work)
+
+    async def _perform(self, effect: Effect) -> None:
+        memory = self._parts.memory
+        match effect:
+            case do.MakeSlots():
+                await self._make_slots(effect)
+            case do.RemoveSlots():
+                await self._in_bulk(memory.remove_slots, effect.rank, effect.slots)
+            case do.RemoveSpares():
+                await self._in_bulk(memory.remove_spares, effect.rank, effect.spares)
+            case do.LookAtSlots():
+                await self._look(effect.rank)
+            case do.GrantSlot():
+                await self._grant(effect)
+            case do.EmptySlot():
+                await self._in_bulk(memory.empty, effect.slot, effect.page)
+            case do.HashSlot():
+                await self._hash(effect)
+            case do.DropStage():
+                await self._in_bulk(memory.drop_staged, keep=effect.keep)
+            case _:
+                await self._perform_far(effect)
+
+    async def _perform_far(self, effect: Effect) -> None:
+        """Do what goes beyond this node's memory."""
+        match effect:
+            case do.StoreLocal():
+                await self._store_local(effect)
+            case do.StoreObject():
+                await self._store_object(effect)
+            case do.DropLocal():
+                await self._in_bulk(self._parts.local.drop, Path(effect.path))
+            case do.Pull():
+                await self._pull(effect)
+            case do.Stage():
+                await self._stage(effect)
+            case do.ReadObjectBack():
+                await self._read_back(effect)
+            case do.OpenAttempt():
+                await self._open(effect)
+            case do.FetchDesired():
+                await self._fetch()
+            case _:
+                raise AssertionError(effect)
+
+    @property
+    def _parts(self) -> Parts:
+        assert self.parts is not None
+        return self.parts
+
+    async def _in_bulk(self, work: Callable[A, R], *args: A.args, **kwargs: A.kwargs) -> R:
+        return await self._loop.run_in_executor(self._bulk, functools.partial(work, *args, **kwargs))
+
+    # Slots
+
+    async def _make_slots(self, effect: do.MakeSlots) -> None:
+        try:
+            await self._in_bulk(self._parts.memory.make_slots, effect.rank, effect.slots, effect.bytes)
+        except (NoRoomError, OSError) as error:
+            self.post(on.SlotsRefused(rank=effect.rank, reason=str(error)))
+            return
+        log.info("rank %d: %d slots of %d bytes made", effect.rank, len(effect.slots), effect.bytes)
+        await self._look(effect.rank)
+
+    async def _look(self, rank: int) -> None:
+        sights = await self._in_bulk(self._parts.memory.look, rank)
+        self.post(on.SlotsSeen(rank=rank, sights=sights))
+
+    async def _grant(self, effect: do.GrantSlot) -> None:
+        page = effect.page
+        lend = functools.partial(self._parts.memory.lend, effect.slot, page, check_lock=effect.check_lock)
+        holder = await self._in_bulk(lend)
+        if holder is not None:
+            self.post(on.SlotHeld(rank=page.rank, slot=effect.slot, seq=page.seq, launch_id=holder))
+            return
+        paths = self._parts.memory.slot(page.rank, effect.slot)
+        frame = wire.Slot(
+            slot=effect.slot,
+            seq=page.seq,
+            path=str(paths.data),
+            page_path=str(paths.page),
+            lock_path=str(paths.lock),
+            bytes=effect.capacity,
+        )
+        self.socket.send(effect.connection, frame)
+
+    async def _hash(self, effect: do.HashSlot) -> None:
+        work = functools.partial(
+            self._parts.memory.hash_slot, effect.rank, effect.slot, seq=effect.seq, expected=effect.digest
+        )
+        try:
+            shard = await self._loop.run_in_executor(self._hashers, work)
+        except (DroppedError, OSError) as error:
+            dropped = on.SlotDropped(rank=effect.rank, slot=effect.slot, seq=effect.seq, reason=str(error))
+            self.post(dropped)
+            return
+        metrics.SNAPSHOTS.labels(rank=str(effect.rank)).inc()
+        self.post(on.SlotHashed(slot=effect.slot, seq=effect.seq, shard=shard))
+
+    # Tiers
+
+    def _image(self, rank: int, slot: int, size: int) -> memoryview:
+        return self._parts.memory.view(self._parts.memory.slot(rank, slot).data)[:size]
+
+    async def _store_local(self, effect: do.StoreLocal) -> None:
+        shard = effect.shard
+        image = self._image(shard.rank, effect.slot, shard.bytes)
+        nonces = (os.urandom(8).hex(), os.urandom(8).hex())
+        with metrics.STORE_SECONDS.labels(tier="local").time():
+            try:
+                path = await self._in_bulk(self._parts.local.store, shard, image, nonces=nonces)
+            except LocalFailure as error:
+                self.post(
+                    on.StoreFailed(
+                        tier="local",
+                        shard=shard,
+                        slot=effect.slot,
+                        reason=error.reason,
+                        damaged=error.damaged,
+                        quarantine=error.quarantine,
+                    )
+                )
+                return
+        metrics.STORED_BYTES.labels(tier="local").inc(shard.bytes)
+        self.post(on.LocalStored(shard=shard, path=str(path), slot=effect.slot))
+
+    async def _store_object(self, effect: do.StoreObject) -> None:
+        shard = effect.shard
+        image = self._image(shard.rank, effect.slot, shard.bytes)
+        store = functools.partial(
+            store_object, self._parts.ports.objects, self.config.job, shard, image, nonce=os.urandom(16).hex()
+        )
+        with metrics.STORE_SECONDS.labels(tier="object").time():
+            try:
+                receipt = await self._in_bulk(store)
+            except (CkptError, DamagedError) as error:
+                self.post(
+                    on.StoreFailed(
+                        tier="object",
+                        shard=shard,
+                        slot=effect.slot,
+                        reason=str(error),
+                        damaged=isinstance(error, DamagedError),
+                    )
+                )
+                return
+        metrics.STORED_BYTES.labels(tier="object").inc(shard.bytes)
+        self.post(on.ObjectStored(slot=effect.slot, receipt=receipt))
+
+    async def _read_back(self, effect: do.ReadObjectBack) -> None:
+        try:
+            result = await self._in_bulk(read_back, self._parts.ports.objects, effect.task)
+        except CkptError as error:
+            self._shouts.shout("read-back-failed", f"{effect.task.key}: {error}")
+            await asyncio.sleep(WATCH_RETRY_S)
+            self.post(on.ReadBackFailed(key=effect.task.key))
+            return
+        self.post(on.ReadBackDone(result=result))
+
+    # Peers
+
+    def _follow(self, owners: dict[str, str]) -> None:
+        for node, (url, task) in list(self._followers.items()):
+            if owners.get(node) != url:
+                task.cancel()
+                del self._followers[node]
+        for node, url in sorted(owners.items()):
+            if node not in self._followers:
+                self._followers[node] = (url, self._start(self._watch(node, url)))
+
+    async def _watch(self, node: str, url: str) -> None:
+        """Report the inventory of an owner whenever it has changed, for as long as it is followed."""
+        after = 0
+        while True:
+            try:
+                inventory = await self._parts.ports.peers.watch(url, after=after)
+            except PeerError as error:
+                self._shouts.shout("owner-away", f"{node} can't be asked what to copy: {error}")
+                await asyncio.sleep(WATCH_RETRY_S)
+                continue
+            after = inventory.version
+            if inventory.node == node and inventory.job == self.config.job:
+                self.post(on.OwnerSeen(inventory=inventory))
+
+    async def _pull(self, effect: do.Pull) -> None:
+        parts = self._parts
+        with metrics.STORE_SECONDS.labels(tier="peer").time():
+            try:
+                await self._in_bulk(pull, parts.memory, parts.ports, effect)
+            except WrongBytesError as error:
+                self.post(on.PullFailed(shard=effect.shard, spare=effect.spare, reason=str(error)))
+                await self._acknowledge(effect, error.found)
+                return
+            except (PeerError, NoRoomError, OSError) as error:
+                self.post(on.PullFailed(shard=effect.shard, spare=effect.spare, reason=str(error)))
+                return
+        metrics.STORED_BYTES.labels(tier="peer").inc(effect.shard.bytes)
+        self.post(on.Pulled(shard=effect.shard, spare=effect.spare))
+        await self._acknowledge(effect, effect.shard.digest)
+
+    async def _acknowledge(self, effect: do.Pull, digest: str) -> None:
+        shard = effect.shard
+        url = f"{effect.url}/v1/copies/{shard.attempt_uid}/{shard.step}/{shard.rank}/ack"
+        try:
+            await self._parts.ports.peers.acknowledge(url, digest=digest)
+        except PeerError as error:
+            self._shouts.shout("ack-failed", str(error))
+
+    # Restore
+
+    async def _stage(self, effect: do.Stage) -> None:
+        try:
+            shard = await self._in_bulk(self._parts.stager.stage, effect)
+        except (StagingError, OSError) as error:
+            self.post(on.StageFailed(attempt_uid=effect.attempt_uid, rank=effect.shard.rank, reason=str(error)))
+            return
+        self.post(on.ShardStaged(attempt_uid=effect.attempt_uid, shard=shard))
+
+    async def _open(self, effect: do.OpenAttempt) -> None:
+        try:
+            answer = await self._parts.ports.coordinator.open_attempt(effect.request)
+        except CoordinatorError as error:
+            answer = OpenAnswer(code="unavailable", text=str(error))
+        self.post(on.OpenAnswered(connection=effect.connection, answer=answer))
+
+    # Documents
+
+    async def _fetch(self) -> None:
+        with self._asking():
+            self.take_desired(await self._parts.ports.coordinator.get_desired())
+
+    @contextlib.contextmanager
+    def _asking(self) -> Iterator[None]:
+        try:
+            yield
+        except CoordinatorError as error:
+            metrics.COORDINATOR_UP.set(0)
+            self._shouts.shout("coordinator-away", str(error))
+        else:
+            metrics.COORDINATOR_UP.set(1)
+
+    def take_desired(self, desired: Desired) -> None:
+        """Take in the coordinator's document."""
+        self.post(on.DesiredArrived(desired=desired))
+        metrics.PROTECTED_STEP.set(desired.protected_step)
+        metrics.READY_STEP.set(desired.ready_step)
+
+    def _on_publish(self, inventory: Inventory) -> None:
+        for tier in ("memory", "peer", "local", "object"):
+            metrics.COPIES.labels(tier=tier).set(sum(copy.tier == tier for copy in inventory.copies))
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def newest_inventory(self) -> Inventory | None:
+        """Return the inventory as last published."""
+        return self._parts.core.published
+
+    async def inventory_after(self, after: int, wait_s: float) -> Inventory | None:
+        """Return the inventory once it is not version ``after``, or as it is after ``wait_s``."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(wait_s):
+                while (newest := self.newest_inventory()) is None or newest.version == after:
+                    await self._changed.wait()
+        return self.newest_inventory()
+
+    async def publish(self) -> None:
+        """Publish each inventory to the broker, the newest only if they come faster than it acknowledges."""
+        while True:
+            changed, newest = self._changed, self.newest_inventory()
+            if newest is None or newest.version == self._broker_version:
+                await changed.wait()
+            elif await self._parts.ports.broker.publish_inventory(newest):
+                self._broker_version = newest.version
+            else:
+                await asyncio.sleep(WATCH_RETRY_S)
+
+    async def report(self) -> None:
+        """Tell the coordinator by HTTP what the broker has not taken within a second, and hear its document so."""
+        while True:
+            await asyncio.sleep(HTTP_REPORT_EVERY_S)
+            newest = self.newest_inventory()
+            if newest is not None and newest.version != self._broker_version:
+                with self._asking():
+                    self.take_desired(await self._parts.ports.coordinator.put_inventory(newest))
+
+    async def tick(self) -> None:
+        """Let time pass in the core."""
+        while True:
+            self.post(on.Tick(now_s=self._loop.time()))
+            await asyncio.sleep(TICK_S)
+
+    # Trainers and readers
+
+    def _on_frame(self, connection: int, frame: wire.FromHook) -> None:
+        self.post(on.FrameArrived(connection=connection, frame=frame))
+        metrics.TRAINERS.set(len(self._parts.core.trainers))
+
+    def _on_closed(self, connection: int) -> None:
+        if not self.stop.is_set():
+            self.post(on.ConnectionClosed(connection=connection))
+            metrics.TRAINERS.set(len(self._parts.core.trainers))
+
+    def copies(self) -> Copies:
+        """Return what the HTTP server may ask and tell."""
+        return Copies(
+            locate=self._parts.core.locate,
+            view=lambda path: self._in_bulk(self._parts.memory.view, path),
+            began=lambda serve, uid, step, rank: self.post(
+                on.ServeBegan(serve=serve, attempt_uid=uid, step=step, rank=rank)
+            ),
+            ended=lambda serve: self.post(on.ServeEnded(serve=serve)),
+            acked=lambda holder, uid, step, rank, digest: self.post(
+                on.Acked(holder=holder, attempt_uid=uid, step=step, rank=rank, digest=digest)
+            ),
+        )
+
+    # Start
+
+    async def adopt(self) -> None:
+        """Take in what an earlier life has left: slots and peer copies at once, the local tier as it is read."""
+        memory = self._parts.memory
+        await self._in_bulk(functools.partial(memory.drop_staged, keep=""))
+        for rank in memory.slot_ranks():
+            await self._look(rank)
+        for rank, number in memory.spares():
+            try:
+                shard = await self._in_bulk(memory.check_spare, rank, number)
+            except (DroppedError, OSError) as error:
+                log.info("peer copy of rank %d, spare %d: %s", rank, number, error)
+            else:
+                self.post(on.SpareSeen(rank=rank, spare=number, shard=shard))
+        self._scan = self._start(self._scan_local())
+
+    async def _scan_local(self) -> None:
+        found = self._parts.local.scan()
+        while (item := await self._in_bulk(lambda: next(found, None))) is not None:
+            if isinstance(item, str):
+                self._shouts.shout("local-damaged", item)
+            else:
+                self.post(on.LocalStored(shard=item[0], path=str(item[1]), slot=None))
+
+    def doubt(self, request: do.Stage, way: Way) -> None:
+        """Learn, from a thread, that a copy of this node was found to be wrong."""
+        event = on.CopyDoubted(
+            attempt_uid=request.source_attempt_uid, step=request.step, rank=request.shard.rank, tier=way.tier
+        )
+        self._loop.call_soon_threadsafe(self.post, event)
+
+    def coordinator_url(self) -> str:
+        """Return the URL in the newest document of the coordinator, or nothing."""
+        desired = self._parts.core.desired
+        return desired.url if desired is not None else ""
+
+    def end(self, running: list[asyncio.Task[None]]) -> None:
+        """Cancel what would go on for ever; what is being stored is finished."""
+        for _, task in self._followers.values():
+            task.cancel()
+        for task in running:
+            task.cancel()
+
+    def close(self) -> None:
+        """End the threads; what they are at ends first."""
+        self._hashers.shutdown(wait=False, cancel_futures=True)
+        self._bulk.shutdown(wait=False, cancel_futures=True)

@@ -1,0 +1,220 @@
+"""Starts a sidecar and ends it: checks first, then the parts, then the tasks, each owned by one group."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import json
+import logging
+import os
+import signal
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import aiohttp
+from aiohttp import web
+
+from toprope.coordinator.wire import Presence
+from toprope.sidecar.adapters.broker import MqttBroker, NoBroker
+from toprope.sidecar.adapters.coordinator import HttpCoordinator
+from toprope.sidecar.adapters.files import Disk, Pages
+from toprope.sidecar.adapters.http import SidecarHttp
+from toprope.sidecar.adapters.peers import HttpPeers
+from toprope.sidecar.budget import measure, needed_bytes, why_too_little
+from toprope.sidecar.config import SidecarConfig, checked_config
+from toprope.sidecar.core import Core, Identity
+from toprope.sidecar.local_tier import LocalTier
+from toprope.sidecar.memory import Memory, boot_id, lock_memory, make_directory
+from toprope.sidecar.performer import Parts, Sidecar
+from toprope.sidecar.ports import Ports, Wrap, no_wrap
+from toprope.sidecar.staging import Stager
+from toprope.store.errors import CkptError, UsageError
+from toprope.store.objects.opening import open_store
+from toprope.store.objects.protocol import ObjectStore
+
+log = logging.getLogger("toprope.sidecar")
+
+
+class RefusedError(CkptError):
+    """The coordinator does not want this sidecar: another life of the node is heard."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ground:
+    """What a sidecar stands on once the checks of its start are passed."""
+
+    store: ObjectStore
+    listening: socket.socket
+    url: str
+    boot_id: str
+    incarnation: str
+
+
+async def run(config: SidecarConfig, wrap: Wrap = no_wrap) -> None:
+    """Serve one node until SIGTERM or SIGINT.
+
+    Raises:
+        UsageError: it can't be started like this.
+        RefusedError: the coordinator does not want it.
+    """
+    checked_config(config)
+    make_directory(config.memory_dir, what="--memory-dir")
+    make_directory(config.job_memory, what="--memory-dir")
+    make_directory(config.job_local, what="--local-dir")
+    lock = lock_memory(config.job_memory)
+    try:
+        check_admission(config)
+        with _bound(config) as listening:
+            host, port = listening.getsockname()[:2]
+            ground = Ground(
+                store=open_store(config.store, write=True),
+                listening=listening,
+                url=f"http://{config.listen.host if host == '0.0.0.0' else host}:{port}",  # noqa: S104 - it is compared
+                boot_id=boot_id(config.memory_dir),
+                incarnation=os.urandom(16).hex(),
+            )
+            await _serve(config, ground, wrap)
+    finally:
+        os.close(lock)
+
+
+def check_admission(config: SidecarConfig) -> None:
+    """Check that what was announced fits into memory, and say what it takes.
+
+    Raises:
+        UsageError: it does not fit; the message holds both numbers.
+    """
+    room = measure(config.job_memory)
+    held = sum(path.stat().st_size for path in config.job_memory.rglob("*.data"))
+    if config.state_size is not None:
+        needed = needed_bytes(state_size=config.state_size, ranks=config.ranks, copies=config.copies)
+        each = f"{config.ranks} ranks x {config.state_size} bytes x (3 slots + 2 x {config.copies} peer copies)"
+        log.info("memory: %s = %d bytes", each, needed)
+        if config.memory_bytes is not None and needed > config.memory_bytes:
+            raise UsageError(f"{each} needs {needed} bytes of memory; --memory allows {config.memory_bytes}")
+        _refuse(why_too_little(room, needed - held, what=each))
+    if config.memory_bytes is not None:
+        _refuse(why_too_little(room, config.memory_bytes - held, what=f"--memory {config.memory_bytes}"))
+
+
+def _refuse(reason: str | None) -> None:
+    if reason is not None:
+        raise UsageError(reason)
+
+
+@contextmanager
+def _bound(config: SidecarConfig) -> Iterator[socket.socket]:
+    address = config.listen
+    family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as listening:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listening.bind((address.host, address.port))
+        except OSError as error:
+            reason = "it is in use" if error.errno == errno.EADDRINUSE else str(error.strerror)
+            raise UsageError(
+                f"can't listen on {address.host}:{address.port}: {reason}. Give another with --listen"
+            ) from error
+        yield listening
+
+
+async def _serve(config: SidecarConfig, ground: Ground, wrap: Wrap) -> None:
+    """Run all parts until told to stop; the first that fails ends the others."""
+    timeout = aiohttp.ClientTimeout(total=None)
+    async with aiohttp.ClientSession(timeout=timeout) as session, asyncio.TaskGroup() as tasks:
+        sidecar = Sidecar(config, tasks)
+        broker = _broker(config, ground, sidecar)
+        sidecar.parts = _parts(config, ground, sidecar, broker=broker, session=session, wrap=wrap)
+        await sidecar.adopt()
+        runner = await _http(config, ground, sidecar)
+        trainers = await sidecar.socket.start()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, sidecar.stop.set)
+        running = [tasks.create_task(work) for work in (sidecar.tick(), sidecar.publish(), sidecar.report())]
+        if isinstance(broker, MqttBroker):
+            running.append(tasks.create_task(broker.run()))
+        _tell_ready(config, ground)
+        await sidecar.stop.wait()
+        trainers.close()
+        config.socket.unlink(missing_ok=True)
+        await runner.cleanup()
+        sidecar.end(running)
+    sidecar.close()
+    if sidecar.refusal is not None:
+        raise RefusedError(f"the coordinator refuses this sidecar of node {config.node}: {sidecar.refusal}")
+
+
+def _broker(config: SidecarConfig, ground: Ground, sidecar: Sidecar) -> MqttBroker | NoBroker:
+    if config.broker is None:
+        return NoBroker()
+    presence = Presence(node=config.node, boot_id=ground.boot_id, incarnation=ground.incarnation, alive=True)
+    return MqttBroker(
+        config.broker,
+        job=config.job,
+        presence=presence,
+        newest=sidecar.newest_inventory,
+        on_desired=sidecar.take_desired,
+    )
+
+
+def _parts(
+    config: SidecarConfig,
+    ground: Ground,
+    sidecar: Sidecar,
+    *,
+    broker: MqttBroker | NoBroker,
+    session: aiohttp.ClientSession,
+    wrap: Wrap,
+) -> Parts:
+    coordinator = HttpCoordinator(
+        session, urls=config.coordinators, token=config.token, current=sidecar.coordinator_url
+    )
+    peers = HttpPeers(session, node=config.node, token=config.token, stall_timeout_s=config.stall_timeout_s)
+    ports = Ports(
+        pages=Pages(), disk=Disk(), objects=ground.store, peers=peers, coordinator=coordinator, broker=broker
+    ).wrapped(wrap)
+    memory = Memory(config.job_memory, ports.pages, limit_bytes=config.memory_bytes)
+    identity = Identity(
+        job=config.job,
+        node=config.node,
+        boot_id=ground.boot_id,
+        incarnation=ground.incarnation,
+        url=ground.url,
+        domain=config.domain,
+        use_deadline_s=config.use_deadline_s,
+        slot_path=lambda rank, number: str(memory.slot(rank, number).data),
+        spare_path=lambda rank, number: str(memory.spare(rank, number).data),
+    )
+    return Parts(
+        core=Core(me=identity),
+        memory=memory,
+        local=LocalTier(config.job_local, ports.disk),
+        ports=ports,
+        stager=Stager(memory=memory, peers=ports.peers, objects=ports.objects, doubt=sidecar.doubt),
+    )
+
+
+async def _http(config: SidecarConfig, ground: Ground, sidecar: Sidecar) -> web.AppRunner:
+    server = SidecarHttp(
+        sidecar.copies(),
+        inventory_after=sidecar.inventory_after,
+        token=config.token,
+        stall_timeout_s=config.stall_timeout_s,
+        use_deadline_s=config.use_deadline_s,
+    )
+    runner = web.AppRunner(server.application(), access_log=None, shutdown_timeout=1.0)
+    await runner.setup()
+    await web.SockSite(runner, ground.listening).start()
+    return runner
+
+
+def _tell_ready(config: SidecarConfig, ground: Ground) -> None:
+    log.info("ready url=%s", ground.url)
+    if config.ready_file is not None:
+        temporary = config.ready_file.with_name(f"tmp.{config.ready_file.name}.{os.getpid()}")
+        temporary.write_text(json.dumps({"url": ground.url, "pid": os.getpid()}), encoding="utf-8")
+        temporary.rename(Path(config.ready_file))

@@ -1,0 +1,314 @@
+"""Which slot is whose and in what state: the pure part of the memory tier.
+
+A slot goes FREE > GRANTED > SEALED > HASHED > FREE. HASHED slots stay as long as they may: one is given back when the
+rank has no other slot to write into, nothing uses it, and ``keep`` does not name it.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from toprope.coordinator.wire import Skip
+from toprope.sidecar.effects import Effect, EmptySlot, GrantSlot, HashSlot, MakeSlots, RemoveSlots
+from toprope.sidecar.events import SlotDropped, SlotHashed, SlotHeld, SlotsSeen
+from toprope.sidecar.values import Shard, SlotSight
+from toprope.trainer_hooks.slot import Page, SlotState
+from toprope.trainer_hooks.wire import Sealed
+
+SLOTS_PER_RANK = 3
+HOLD_S = 30.0
+"""How long a hashed snapshot that is not yet kept goes before a newer one of the same rank."""
+RETRY_S = 5.0
+FOREVER = float("inf")
+
+
+class Phase(enum.Enum):
+    """Where a slot stands. SEALED is being hashed."""
+
+    FREE = enum.auto()
+    GRANTED = enum.auto()
+    SEALED = enum.auto()
+    HASHED = enum.auto()
+
+
+@dataclass(slots=True, kw_only=True)
+class SlotRecord:
+    """What is known of one slot. ``launch_id`` is the process that it was last granted to; ``uses`` end at a time."""
+
+    rank: int
+    number: int
+    capacity: int
+    seq: int = 0
+    phase: Phase = Phase.FREE
+    launch_id: str = ""
+    connection: int | None = None
+    lock_held: bool = False
+    shard: Shard | None = None
+    hashed_at_s: float = 0.0
+    uses: dict[str, float] = field(default_factory=dict)
+    world: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grantee:
+    """A trainer that may be given slots."""
+
+    rank: int
+    connection: int
+    launch_id: str
+    world: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Needs:
+    """What slots are needed for: steps that must stay, the attempt that trains, shards that a slower tier awaits."""
+
+    kept: frozenset[tuple[str, int]]
+    attempt_uid: str
+    awaited: frozenset[Shard] = frozenset()
+
+
+@dataclass(slots=True)
+class SlotBook:
+    """The slots of this node."""
+
+    slots: dict[tuple[int, int], SlotRecord] = field(default_factory=dict)
+    wanted_bytes: dict[int, int] = field(default_factory=dict)
+    making: set[int] = field(default_factory=set)
+    retry_at_s: dict[int, float] = field(default_factory=dict)
+    skipped: list[Skip] = field(default_factory=list)
+
+    def of_rank(self, rank: int) -> list[SlotRecord]:
+        """Return the slots of a rank, in order."""
+        return [self.slots[key] for key in sorted(self.slots) if key[0] == rank]
+
+    def ranks(self) -> list[int]:
+        """Return the ranks that have slots here."""
+        return sorted({rank for rank, _ in self.slots})
+
+    def hashed(self) -> list[tuple[SlotRecord, Shard]]:
+        """Return the slots that hold a verified shard."""
+        records = [self.slots[key] for key in sorted(self.slots)]
+        return [(record, record.shard) for record in records if record.phase is Phase.HASHED and record.shard]
+
+    def holder_launch(self, rank: int) -> str | None:
+        """Return the launch whose process holds a lock on a slot of this rank, if one does."""
+        return next((record.launch_id for record in self.of_rank(rank) if record.lock_held), None)
+
+    # What was seen or said
+
+    def see(self, event: SlotsSeen, *, connected: frozenset[int]) -> list[Effect]:
+        """Take in slots as they lie in memory: adopt new ones, notice dead owners, finish what a lost frame said."""
+        self.making.discard(event.rank)
+        effects: list[Effect] = []
+        for sight in event.sights:
+            record = self.slots.get((event.rank, sight.slot))
+            if record is None:
+                effects += self._adopt(event.rank, sight)
+            else:
+                record.lock_held = sight.lock_held
+                effects += self._reconcile(record, sight, connected=connected)
+        return effects
+
+    def _adopt(self, rank: int, sight: SlotSight) -> list[Effect]:
+        page = sight.page
+        record = SlotRecord(
+            rank=rank,
+            number=sight.slot,
+            capacity=sight.capacity,
+            seq=page.seq,
+            launch_id=page.launch_id,
+            lock_held=sight.lock_held,
+            world=page.world,
+        )
+        self.slots[rank, sight.slot] = record
+        match page.state:
+            case SlotState.EMPTY:
+                return []
+            case SlotState.SEALED:
+                record.phase = Phase.SEALED
+                return [HashSlot(rank=rank, slot=sight.slot, seq=page.seq)]
+            case SlotState.HASHED:
+                record.phase = Phase.SEALED
+                return [HashSlot(rank=rank, slot=sight.slot, seq=page.seq, digest=page.digest)]
+            case SlotState.WRITING:
+                record.phase = Phase.GRANTED
+                return [] if sight.lock_held else self._torn(record, page)
+
+    def _reconcile(self, record: SlotRecord, sight: SlotSight, *, connected: frozenset[int]) -> list[Effect]:
+        """Follow the page of a granted slot once the connection over which it was granted is gone."""
+        if record.phase is not Phase.GRANTED or record.connection in connected:
+            return []
+        page = sight.page
+        begun = page.seq == record.seq and page.state is not SlotState.EMPTY
+        if begun and page.state is SlotState.SEALED:
+            record.phase = Phase.SEALED
+            return [HashSlot(rank=record.rank, slot=record.number, seq=record.seq)]
+        if begun and sight.lock_held:
+            return []
+        if begun:
+            return self._torn(record, page)
+        record.phase = Phase.FREE
+        return []
+
+    def _torn(self, record: SlotRecord, page: Page) -> list[Effect]:
+        self.skip(Skip(attempt_uid=page.attempt_uid, step=page.step, rank=record.rank, reason="torn: the trainer died"))
+        return [self._release(record)]
+
+    def seal(self, rank: int, launch_id: str, frame: Sealed) -> list[Effect]:
+        """Take back a slot that its trainer has sealed; a frame that does not fit the current grant is ignored."""
+        record = self.slots.get((rank, frame.slot))
+        if record is None or record.phase is not Phase.GRANTED:
+            return []
+        if record.seq != frame.seq or record.launch_id != launch_id or not 0 < frame.bytes <= record.capacity:
+            return []
+        record.phase = Phase.SEALED
+        return [HashSlot(rank=rank, slot=frame.slot, seq=frame.seq)]
+
+    def on_hashed(self, event: SlotHashed, *, now_s: float) -> None:
+        """Take in that a slot now holds a verified shard."""
+        record = self._current(event.shard.rank, event.slot, event.seq)
+        if record is not None:
+            record.phase, record.shard, record.hashed_at_s = Phase.HASHED, event.shard, now_s
+            record.world = event.shard.world
+
+    def on_dropped(self, event: SlotDropped) -> list[Effect]:
+        """Drop a slot whose content is not what it should be, once nothing reads it."""
+        record = self._current(event.rank, event.slot, event.seq)
+        if record is None:
+            return []
+        if record.shard is not None:
+            self.skip(_skip_of(record.shard, event.reason))
+        record.shard = None
+        return [self._release(record)]
+
+    def _current(self, rank: int, slot: int, seq: int) -> SlotRecord | None:
+        record = self.slots.get((rank, slot))
+        return record if record is not None and record.seq == seq and record.phase is Phase.SEALED else None
+
+    def check(self, record: SlotRecord) -> HashSlot:
+        """Doubt a hashed slot: nothing uses it until it has been checked against its digest."""
+        assert record.shard is not None
+        record.phase = Phase.SEALED
+        return HashSlot(rank=record.rank, slot=record.number, seq=record.seq, digest=record.shard.digest)
+
+    def find(self, attempt_uid: str, step: int, rank: int) -> SlotRecord | None:
+        """Return the slot that holds this verified shard."""
+        return next((r for r, shard in self.hashed() if shard.of_step == (attempt_uid, step) and r.rank == rank), None)
+
+    def skip(self, skip: Skip) -> None:
+        """Remember a due step of which there is no snapshot; the newest 32 are told."""
+        self.skipped = [*self.skipped, skip][-32:]
+
+    # Uses
+
+    def expire_uses(self, *, now_s: float) -> list[tuple[SlotRecord, str]]:
+        """End uses whose deadline has passed, and say which."""
+        over = [
+            (self.slots[k], use) for k in sorted(self.slots) for use, end in self.slots[k].uses.items() if end <= now_s
+        ]
+        for record, use in over:
+            del record.uses[use]
+        return over
+
+    # What to do
+
+    def plan(self, rank: int, *, now_s: float) -> list[Effect]:
+        """Make the slots that a rank needs for the size it announced, and give up those that have become too small."""
+        wanted = self.wanted_bytes.get(rank, 0)
+        if wanted == 0 or rank in self.making or now_s < self.retry_at_s.get(rank, 0.0):
+            return []
+        records = self.of_rank(rank)
+        fitting = [record for record in records if record.capacity >= wanted]
+        missing = SLOTS_PER_RANK - len(fitting)
+        if missing <= 0:
+            return []
+        small = tuple(r.number for r in records if r.capacity < wanted and r.phase is Phase.FREE and not r.uses)
+        for number in small:
+            del self.slots[rank, number]
+        self.making.add(rank)
+        first = max((record.number for record in records), default=-1) + 1
+        removal: list[Effect] = [RemoveSlots(rank=rank, slots=small)] if small else []
+        return [*removal, MakeSlots(rank=rank, slots=tuple(range(first, first + missing)), bytes=wanted)]
+
+    def refuse(self, rank: int, *, now_s: float) -> None:
+        """Take in that there was no room; it is tried again later."""
+        self.making.discard(rank)
+        self.retry_at_s[rank] = now_s + RETRY_S
+
+    def grants(self, to: Grantee, *, needs: Needs, now_s: float) -> list[Effect]:
+        """Lend the trainer each free slot; if it then has none at all, free one for it."""
+        wanted = self.wanted_bytes.get(to.rank, 0)
+        records = [record for record in self.of_rank(to.rank) if record.capacity >= wanted]
+        free = [r for r in records if r.phase is Phase.FREE and not (r.lock_held and r.launch_id != to.launch_id)]
+        if not free and not any(record.phase is Phase.GRANTED for record in records):
+            victim = _victim(records, needs=needs, launch_id=to.launch_id, now_s=now_s)
+            free = [victim] if victim is not None else []
+        return [self._grant(record, to) for record in free]
+
+    def _grant(self, record: SlotRecord, to: Grantee) -> Effect:
+        known = record.launch_id in {"", to.launch_id}
+        record.seq += 1
+        record.phase, record.shard, record.world = Phase.GRANTED, None, to.world
+        record.launch_id, record.connection = to.launch_id, to.connection
+        page = self._empty_page(record)
+        return GrantSlot(
+            connection=to.connection, slot=record.number, page=page, capacity=record.capacity, check_lock=not known
+        )
+
+    def on_held(self, event: SlotHeld) -> None:
+        """Take in that a grant was not made, since another process can still write into the slot."""
+        record = self.slots.get((event.rank, event.slot))
+        if record is not None and record.seq == event.seq and record.phase is Phase.GRANTED:
+            record.phase, record.lock_held, record.connection = Phase.FREE, True, None
+            record.launch_id = event.launch_id
+
+    def release_departed(self, rank: int, *, kept: frozenset[tuple[str, int]]) -> list[Effect]:
+        """Give back the memory of a rank that lives on another node now, as far as nothing needs it."""
+        gone = [
+            record
+            for record in self.of_rank(rank)
+            if record.phase in {Phase.FREE, Phase.HASHED}
+            and not record.uses
+            and not record.lock_held
+            and (record.shard is None or record.shard.of_step not in kept)
+        ]
+        for record in gone:
+            del self.slots[rank, record.number]
+        return [RemoveSlots(rank=rank, slots=tuple(record.number for record in gone))] if gone else []
+
+    def _release(self, record: SlotRecord) -> Effect:
+        record.phase, record.shard = Phase.FREE, None
+        record.uses.clear()
+        return EmptySlot(slot=record.number, page=self._empty_page(record))
+
+    def _empty_page(self, record: SlotRecord) -> Page:
+        return Page(seq=record.seq, launch_id=record.launch_id, rank=record.rank, world=record.world)
+
+
+def _victim(records: Iterable[SlotRecord], *, needs: Needs, launch_id: str, now_s: float) -> SlotRecord | None:
+    """Return the hashed slot that is needed least, or None when each is needed more than a new snapshot."""
+    hashed = [(record, record.shard) for record in records if record.phase is Phase.HASHED and record.shard is not None]
+    newest = max((shard for _, shard in hashed), default=None)
+    newest_kept = max((shard for _, shard in hashed if shard.of_step in needs.kept), default=None)
+    idle = [
+        (record, shard)
+        for record, shard in hashed
+        if not record.uses
+        and shard.of_step not in needs.kept
+        and not (record.lock_held and record.launch_id != launch_id)
+    ]
+    over = [
+        (shard, record)
+        for record, shard in idle
+        if shard.attempt_uid != needs.attempt_uid
+        or (newest_kept is not None and shard < newest_kept)
+        or (shard != newest and now_s - record.hashed_at_s >= HOLD_S)
+    ]
+    return min(over, key=lambda pair: (pair[0] in needs.awaited, pair[0]))[1] if over else None
+
+
+def _skip_of(shard: Shard, reason: str) -> Skip:
+    return Skip(attempt_uid=shard.attempt_uid, step=shard.step, rank=shard.rank, reason=reason)

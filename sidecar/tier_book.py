@@ -1,0 +1,140 @@
+"""What goes from the slots to the local and the object tier, when, and what lies there: pure.
+
+Each tier takes one shard of a rank at a time. What comes due meanwhile waits; of those that wait the coarsest step is
+taken first, so that ranks that each miss some steps still meet at the same ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Literal
+
+from toprope.coordinator.wire import Cadence, Copy
+from toprope.sidecar.effects import DropLocal, Effect, StoreLocal, StoreObject
+from toprope.sidecar.events import LocalStored, ObjectStored, StoreFailed
+from toprope.sidecar.slot_book import FOREVER, SlotRecord
+from toprope.sidecar.values import Shard, coarseness, is_due, shard_of_copy
+
+LOCAL_STEPS_KEPT = 2
+RECEIPTS_KEPT = 8
+FIRST_RETRY_S = 1.0
+LONGEST_RETRY_S = 30.0
+
+SlowTier = Literal["local", "object"]
+SLOW_TIERS: tuple[SlowTier, ...] = ("local", "object")
+
+
+@dataclass(slots=True)
+class TierBook:
+    """Copies in the local and object tiers, and what is on its way there."""
+
+    local: dict[Shard, str] = field(default_factory=dict)
+    receipts: dict[Shard, Copy] = field(default_factory=dict)
+    flying: dict[tuple[SlowTier, int], Shard] = field(default_factory=dict)
+    retry_at_s: dict[SlowTier, float] = field(default_factory=dict)
+    failures: dict[SlowTier, int] = field(default_factory=dict)
+    quarantined: bool = False
+
+    def stored(self, tier: SlowTier) -> Iterable[Shard]:
+        """Return the shards that lie in a tier."""
+        return self.local if tier == "local" else self.receipts
+
+    def copies(self) -> list[Copy]:
+        """Return the inventory's lines for both tiers."""
+        local = [shard.copy("local", key=self.local[shard]) for shard in sorted(self.local)]
+        return local + [self.receipts[shard] for shard in sorted(self.receipts)]
+
+    def awaited(self, slots: list[tuple[SlotRecord, Shard]], cadence: Cadence, *, attempt_uid: str) -> frozenset[Shard]:
+        """Return the shards that a slot holds and a tier still awaits."""
+        due = (self._due(tier, slots, cadence, attempt_uid=attempt_uid) for tier in SLOW_TIERS)
+        return frozenset(shard for waiting in due for _, shard in waiting)
+
+    def plan(
+        self, slots: list[tuple[SlotRecord, Shard]], cadence: Cadence, *, attempt_uid: str, now_s: float
+    ) -> list[Effect]:
+        """Send what is due on its way, one shard of a rank for each tier."""
+        effects: list[Effect] = []
+        for tier in SLOW_TIERS:
+            if now_s < self.retry_at_s.get(tier, 0.0):
+                continue
+            every = cadence.local_every if tier == "local" else cadence.object_every
+            due = self._due(tier, slots, cadence, attempt_uid=attempt_uid)
+            for rank in sorted({record.rank for record, _ in due}):
+                if (tier, rank) not in self.flying:
+                    waiting = [pair for pair in due if pair[0].rank == rank]
+                    effects.append(self._send(tier, max(waiting, key=lambda w: _order(w[1], cadence, every))))
+        return effects
+
+    def _due(
+        self, tier: SlowTier, slots: list[tuple[SlotRecord, Shard]], cadence: Cadence, *, attempt_uid: str
+    ) -> list[tuple[SlotRecord, Shard]]:
+        """Return what a tier awaits; the object tier takes the current attempt only: no other can become READY."""
+        if tier == "local" and self.quarantined:
+            return []
+        every = cadence.local_every if tier == "local" else cadence.object_every
+        there = set(self.stored(tier)) | {shard for (of, _), shard in self.flying.items() if of == tier}
+        return [
+            (record, shard)
+            for record, shard in slots
+            if is_due(cadence, shard.step, every=every)
+            and shard not in there
+            and (tier == "local" or shard.attempt_uid == attempt_uid)
+        ]
+
+    def _send(self, tier: SlowTier, waiting: tuple[SlotRecord, Shard]) -> Effect:
+        record, shard = waiting
+        record.uses[tier] = FOREVER
+        self.flying[tier, record.rank] = shard
+        if tier == "local":
+            return StoreLocal(slot=record.number, shard=shard)
+        return StoreObject(slot=record.number, shard=shard)
+
+    def on_local(self, event: LocalStored) -> None:
+        """Take in a local copy."""
+        self.local[event.shard] = event.path
+        self._landed("local", event.shard)
+
+    def on_object(self, event: ObjectStored) -> None:
+        """Take in a receipt; the newest few of each rank are told."""
+        shard = shard_of_copy(event.receipt)
+        self.receipts[shard] = event.receipt
+        self._landed("object", shard)
+        of_rank = sorted(other for other in self.receipts if other.rank == shard.rank)
+        for old in of_rank[:-RECEIPTS_KEPT]:
+            del self.receipts[old]
+
+    def _landed(self, tier: SlowTier, shard: Shard) -> None:
+        self.failures.pop(tier, None)
+        if self.flying.get((tier, shard.rank)) == shard:
+            del self.flying[tier, shard.rank]
+
+    def on_failed(self, event: StoreFailed, *, now_s: float) -> None:
+        """Take in a failure: the tier is tried again after a while, and the local one given up after two in a row."""
+        tier: SlowTier = "local" if event.tier == "local" else "object"
+        if self.flying.get((tier, event.shard.rank)) == event.shard:
+            del self.flying[tier, event.shard.rank]
+        if event.damaged:
+            return
+        count = self.failures.get(tier, 0) + 1
+        self.failures[tier] = count
+        self.retry_at_s[tier] = now_s + min(LONGEST_RETRY_S, FIRST_RETRY_S * 2 ** min(count - 1, 10))
+        if tier == "local" and event.quarantine:
+            self.quarantined = True
+
+    def drop_local(self, attempt_uid: str, step: int, rank: int) -> list[Effect]:
+        """Delete the local copies of a shard."""
+        wrong = [shard for shard in sorted(self.local) if shard.of_step == (attempt_uid, step) and shard.rank == rank]
+        return [DropLocal(path=self.local.pop(shard)) for shard in wrong]
+
+    def retire_local(self, *, kept: frozenset[tuple[str, int]]) -> list[Effect]:
+        """Delete local copies that are neither kept nor among the newest of their rank."""
+        old: list[Shard] = []
+        for rank in sorted({shard.rank for shard in self.local}):
+            of_rank = sorted(shard for shard in self.local if shard.rank == rank)
+            old += [shard for shard in of_rank[:-LOCAL_STEPS_KEPT] if shard.of_step not in kept]
+        return [DropLocal(path=self.local.pop(shard)) for shard in old]
+
+
+def _order(shard: Shard, cadence: Cadence, every: int) -> tuple[int, Shard]:
+    return coarseness(cadence, shard.step, every=every), shard

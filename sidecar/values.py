@@ -1,0 +1,106 @@
+"""The values that sidecar modules exchange: which snapshot a file holds, and what a slot looks like."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from toprope.coordinator.wire import Cadence, Copy, Tier
+from toprope.trainer_hooks.slot import Page
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, order=True)
+class Shard:
+    """The snapshot of one rank after one step of one attempt, as so many bytes of this digest."""
+
+    attempt: int
+    step: int
+    attempt_uid: str
+    rank: int
+    world: int
+    bytes: int
+    digest: str
+
+    @property
+    def of_step(self) -> tuple[str, int]:
+        """Return the step of the attempt that it belongs to."""
+        return self.attempt_uid, self.step
+
+    def copy(self, tier: Tier, *, key: str = "") -> Copy:
+        """Return the inventory's line for this shard in a tier."""
+        return Copy(
+            attempt=self.attempt,
+            attempt_uid=self.attempt_uid,
+            step=self.step,
+            rank=self.rank,
+            world=self.world,
+            tier=tier,
+            bytes=self.bytes,
+            digest=self.digest,
+            key=key,
+        )
+
+
+def shard_of_copy(copy: Copy) -> Shard:
+    """Return the shard that an inventory's line is about."""
+    return Shard(
+        attempt=copy.attempt,
+        attempt_uid=copy.attempt_uid,
+        step=copy.step,
+        rank=copy.rank,
+        world=copy.world,
+        bytes=copy.bytes,
+        digest=copy.digest,
+    )
+
+
+def shard_of_page(page: Page) -> Shard:
+    """Return the shard that a control page describes."""
+    return Shard(
+        attempt=page.attempt,
+        attempt_uid=page.attempt_uid,
+        step=page.step,
+        rank=page.rank,
+        world=page.world,
+        bytes=page.bytes,
+        digest=page.digest,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlotSight:
+    """One slot as it lies in memory."""
+
+    slot: int
+    capacity: int
+    page: Page
+    lock_held: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Way:
+    """One way to a shard that is wanted for a restore.
+
+    ``here``: a file of this node, by ``path``; ``node``: another node's tier by ``url``; ``object``: by ``key``.
+    """
+
+    kind: Literal["here", "node", "object"]
+    tier: Tier
+    node: str = ""
+    path: str = ""
+    url: str = ""
+    key: str = ""
+
+
+def coarseness(cadence: Cadence, step: int, *, every: int) -> int:
+    """Return how often 2 divides the number of intervals up to a step.
+
+    Who can't store each step takes the coarsest ones, and so all ranks, who can't either, come to the same.
+    """
+    count = (step - cadence.from_step) // every
+    return (count & -count).bit_length()
+
+
+def is_due(cadence: Cadence, step: int, *, every: int) -> bool:
+    """Say whether a tier of this ``every`` takes the step."""
+    return step > cadence.from_step and (step - cadence.from_step) % every == 0

@@ -1,0 +1,34 @@
+"""A coordinator that a test holds in its hand, and nodes of real sidecars before it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.support.coordinator_stub import CoordinatorStub, coordinator_stub
+from tests.support.sidecar_node import MakeNode, Node
+
+
+@pytest.fixture
+def stub() -> Iterator[CoordinatorStub]:
+    with coordinator_stub() as found:
+        yield found
+
+
+@pytest.fixture
+def nodes(tmp_path: Path, memory_dir: Path, stub: CoordinatorStub) -> Iterator[MakeNode]:
+    """Return a function that makes a node; each that still runs is ended."""
+    made: list[Node] = []
+
+    def make(name: str = "a") -> Node:
+        made.append(Node(name, tmp_path, memory_dir, stub))
+        return made[-1]
+
+    yield make
+    for node in made:
+        if node.process is not None:
+            node.stop()
+        if node.log.exists():
+            sys.stderr.write(f"--- log of {node.name}\n{node.log.read_text()}")
