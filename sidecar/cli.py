@@ -21,7 +21,7 @@ from toprope.sidecar.config import (
 )
 from toprope.sidecar.runtime import run
 
-app = typer.Typer(add_completion=False)
+app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
 
 @app.command()
