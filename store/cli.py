@@ -6,6 +6,7 @@ They need nothing but the store. Data goes to stdout, all else to stderr.
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -36,7 +37,7 @@ from toprope.store.verify import CheckpointReport, plan, verify_checkpoint, veri
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
-Root = Annotated[str, typer.Argument(help="The store: a directory, or file:///path.", show_default=False)]
+Root = Annotated[str, typer.Argument(metavar="ROOT", help="The store: a directory, or file:///path.", show_default=False)]
 JobOption = Annotated[str | None, typer.Option("--job", help="The job; not needed where there is only one.")]
 StepOption = Annotated[int | None, typer.Option("--step", min=1, help="Only this step.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
@@ -117,19 +118,22 @@ def verify(root: Root, job: JobOption = None, step: StepOption = None, *, as_jso
     if not any(planned.values()):
         what = "no READY checkpoint" if step is None else f"no READY checkpoint of step {step}"
         raise NothingToVerifyError(f"{root}: {what} in any of {len(states)} jobs, so nothing to verify")
-    facts = [damage for state in states for damage in verify_facts(store, state)]
-    reports = []
+    damages: list[Damage] = []
+    reports: list[CheckpointReport] = []
     for state in states:
+        facts = verify_facts(store, state)
+        damages += facts
+        if facts and not as_json:
+            print(f"{'DAMAGED':<8} job {state.job}, facts")
+            _print_damages(facts)
         for seq in planned[state.job]:
-            report = verify_checkpoint(store, state, seq)
-            reports.append(report)
+            reports.append(verify_checkpoint(store, state, seq))
+            damages += reports[-1].damages
             if not as_json:
-                _print_report(report)
-    damages = [*facts, *(damage for report in reports for damage in report.damages)]
+                _print_report(reports[-1])
     if as_json:
         _print_json({"ok": not damages, "checkpoints": reports, "damages": damages})
     else:
-        _print_damages(facts)
         _say(_verdict(reports, damages))
     return 2 if damages else 0
 
@@ -153,7 +157,7 @@ def restore(
     done = restore_checkpoint(store, state, to=to, step=step, force=force)
     for passed in done.passed_over:
         _say(f"passed over step {passed.step} (READY {passed.seq}):")
-        _print_damages(list(passed.damages), to_stderr=True)
+        _print_damages(passed.damages, to_stderr=True)
     if as_json:
         _print_json(_restored_json(done))
     else:
@@ -253,11 +257,11 @@ def _print_report(report: CheckpointReport) -> None:
         f"{verdict:<8} job {report.job}, step {report.step}: {report.world} ranks, {_size(report.bytes)} "
         f"(READY {report.seq}, attempt {report.attempt})"
     )
-    _print_damages(list(report.damages))
+    _print_damages(report.damages)
     sys.stdout.flush()
 
 
-def _print_damages(damages: list[Damage], *, to_stderr: bool = False) -> None:
+def _print_damages(damages: Iterable[Damage], *, to_stderr: bool = False) -> None:
     for damage in damages:
         print(f"  {damage}", file=sys.stderr if to_stderr else sys.stdout)
 

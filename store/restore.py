@@ -59,7 +59,8 @@ def plan(state: JobState, *, step: int | None = None) -> tuple[int, ...]:
     if step is None:
         seqs = tuple(seq for seq, _ in state.restorable())
         if not seqs:
-            raise NothingToVerifyError(f"job {state.job}: no READY checkpoint that is not tainted")
+            why = "no READY checkpoint yet" if not state.readies else "each READY checkpoint is retired or tainted"
+            raise NothingToVerifyError(f"job {state.job}: {why}, so nothing to restore")
         return seqs
     of_step = [seq for seq in state.live if state.readies[seq].step == step]
     if not of_step:
@@ -87,8 +88,8 @@ def restore(store: ObjectStore, state: JobState, *, to: Path, step: int | None =
                 _put_in_place(directory, to)
                 return _restored(state, seq, to, tuple(passed_over))
         passed_over.append(PassedOver(seq=seq, step=state.readies[seq].step, damages=damages))
-    found = "; ".join(str(one.damages[0]) for one in passed_over)
-    raise StoreError(f"job {state.job}: no READY checkpoint could be restored; nothing was written. {found}")
+    found = "".join(f"\n  {damage}" for one in passed_over for damage in one.damages)
+    raise StoreError(f"job {state.job}: no READY checkpoint could be restored; nothing was written{found}")
 
 
 def _restored(state: JobState, seq: int, to: Path, passed_over: tuple[PassedOver, ...]) -> Restored:
