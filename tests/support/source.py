@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
@@ -35,6 +36,7 @@ def modules(*packages: str) -> list[str]:
     return found
 
 
+@functools.cache
 def tree_of(path: Path) -> ast.Module:
     """The syntax tree of a file given relative to the root."""
     return ast.parse((ROOT / path).read_text(), filename=str(path))
