@@ -334,7 +334,7 @@ class Core:
 
     def _unservable(self, request: OpenRequest, answered: tuple[Node, ...]) -> OpenAnswer | None:
         """Return why the launch must wait: a node of it is not there, or another world still lives."""
-        text = phases.misplaced(request.world, {node.name: node for node in answered})
+        text = phases.misplaced(request.world, self.roll.nodes, answered={node.name for node in answered})
         if text:
             return OpenAnswer(code="unavailable", text=text)
         attempt = self.journal.state.attempt

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -68,12 +68,14 @@ def advance(
     return now
 
 
-def misplaced(world: Sequence[Place], nodes: Mapping[str, Node]) -> str:
-    """Return why a world can't be served yet: a node in it that has not been heard, or has other memory now."""
+def misplaced(world: Sequence[Place], nodes: Mapping[str, Node], *, answered: Container[str]) -> str:
+    """Return why a world can't be served yet: a node of it is not known, did not answer, or has other memory now."""
     for place in world:
         node = nodes.get(place.node)
         if node is None:
             return f"node {place.node} of rank {place.rank} has not been heard by the coordinator yet"
+        if place.node not in answered:
+            return f"node {place.node} of rank {place.rank} does not answer the coordinator at {node.url}"
         if node.inventory.boot_id != place.boot_id:
             return (
                 f"rank {place.rank} says that node {place.node} has boot id {place.boot_id}; "

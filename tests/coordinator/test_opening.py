@@ -1,0 +1,398 @@
+"""Opening an attempt: who gets one, who must wait, who is refused, and from which step it begins."""
+
+from __future__ import annotations
+
+import msgspec
+from tests.support.reigns import LAUNCH, SPEC, Reign, copy_of, training, two_nodes
+
+from toprope.coordinator.effects import Append
+from toprope.coordinator.events import OpenFailed
+from toprope.coordinator.wire import Copy, Kept, OpenAnswer, OpenRequest, Place
+from toprope.store.records import Taint
+
+OTHER = "2b" * 16
+
+
+def opened(answer: OpenAnswer | None) -> OpenAnswer:
+    assert answer is not None
+    assert answer.attempt is not None, answer
+    return answer
+
+
+def request(*, world: tuple[Place, ...], job: str = "job") -> OpenRequest:
+    return OpenRequest(job=job, launch_id=OTHER, round=0, world=world, spec=SPEC, versions={})
+
+
+def code(answer: OpenAnswer | None) -> str:
+    assert answer is not None
+    assert answer.attempt is None
+    return answer.code
+
+
+def test_the_first_launch_gets_a_fresh_attempt_and_sets_the_spec() -> None:
+    reign = two_nodes()
+    view = opened(reign.ask("a", "b")).attempt
+    assert view is not None
+    assert (view.number, view.source, view.from_step, view.phase) == (1, "fresh", 0, "opened")
+    assert reign.desired.attempt == view
+    assert reign.state.spec_sha256 is not None
+
+
+def test_the_same_launch_and_round_asked_twice_gets_the_same_attempt() -> None:
+    reign = two_nodes()
+    first = opened(reign.ask("a", "b"))
+    assert reign.ask("a", "b") == first
+    assert reign.state.attempt_number == 1
+
+
+def test_a_launch_asked_twice_while_it_is_decided_gets_one_attempt_and_two_answers() -> None:
+    reign = two_nodes()
+    reign.held_back = {Append}
+    assert reign.ask("a", "b") is None
+    assert reign.ask("a", "b") is None
+    assert len(reign.kept_back) == 1
+    reign.release()
+    assert len(reign.answers) == 2
+    assert reign.answers[1] == reign.answers[2]
+
+
+def test_a_second_launch_is_told_busy_while_another_is_being_decided() -> None:
+    reign = two_nodes()
+    reign.held_back = {Append}
+    reign.ask("a", "b")
+    assert code(reign.ask("a", "b", launch_id=OTHER)) == "busy"
+
+
+def test_a_new_launch_is_busy_while_a_rank_of_the_current_attempt_lives() -> None:
+    reign = training()
+    answer = reign.ask("a", "b", launch_id=OTHER)
+    assert code(answer) == "busy"
+    assert answer is not None
+    assert "rank 0 on node a" in answer.text
+
+
+def test_a_new_launch_is_granted_once_all_locks_are_free() -> None:
+    reign = training()
+    reign.end_trainers()
+    view = opened(reign.ask("a", "b", launch_id=OTHER)).attempt
+    assert view is not None
+    assert view.number == 2
+
+
+def test_a_rank_that_lives_on_a_node_that_does_not_answer_does_not_hold_up_a_new_launch() -> None:
+    reign = training()
+    reign.hold(2, tiers=("memory", "peer"))
+    reign.end_trainers()
+    reign.lose("b")
+    reign.node("c")
+    opened(reign.ask("a", "c", launch_id=OTHER))
+
+
+def test_a_launch_that_was_superseded_is_told_so_and_fences_nobody() -> None:
+    reign = training()
+    reign.end_trainers()
+    opened(reign.ask("a", "b", launch_id=OTHER))
+    reign.end_trainers()
+    assert code(reign.ask("a", "b", launch_id=LAUNCH, round_number=1)) == "superseded"
+    assert reign.state.attempt_number == 2
+
+
+def test_an_older_round_of_the_current_launch_is_superseded() -> None:
+    reign = two_nodes()
+    opened(reign.ask("a", "b", round_number=1))
+    assert code(reign.ask("a", "b", round_number=0)) == "superseded"
+
+
+def test_a_launch_waits_for_a_node_that_the_coordinator_has_not_heard() -> None:
+    reign = two_nodes()
+    answer = reign.ask("a", "c")
+    assert code(answer) == "unavailable"
+    assert answer is not None
+    assert "node c of rank 1" in answer.text
+
+
+def test_a_launch_waits_for_a_node_whose_memory_is_another_than_it_says() -> None:
+    reign = two_nodes()
+    world = (Place(rank=0, node="a", boot_id=reign.nodes["a"].boot_id), Place(rank=1, node="b", boot_id="dead"))
+    assert code(reign.request(request(world=world))) == "unavailable"
+
+
+def test_a_world_with_a_rank_missing_or_doubled_is_refused() -> None:
+    reign = two_nodes()
+    boot_id = reign.nodes["a"].boot_id
+    for ranks in ((0, 2), (0, 0), (1, 0), ()):
+        world = tuple(Place(rank=rank, node="a", boot_id=boot_id) for rank in ranks)
+        assert code(reign.request(request(world=world))) == "refused"
+
+
+def test_a_launch_of_another_job_is_refused() -> None:
+    assert code(two_nodes().request(request(world=(), job="other"))) == "refused"
+
+
+def test_another_spec_is_refused_with_the_difference() -> None:
+    reign = training()
+    reign.end_trainers()
+    answer = reign.ask("a", "b", launch_id=OTHER, spec={"model": {"w": ["float32", [8]]}})
+    assert code(answer) == "spec-mismatch"
+    assert answer is not None
+    assert "~ model.w[1]: [4] -> [8]" in answer.text
+    assert reign.state.attempt_number == 1
+    assert reign.core.journal.spec == SPEC
+
+
+def test_another_world_size_is_refused_with_both_numbers_once_something_was_saved() -> None:
+    reign = training()
+    reign.hold(2)
+    reign.end_trainers()
+    answer = reign.ask("a", "b", "a", launch_id=OTHER)
+    assert code(answer) == "world-mismatch"
+    assert answer is not None
+    assert "2 ranks" in answer.text
+    assert "has 3" in answer.text
+
+
+def test_another_world_size_is_fine_while_nothing_was_saved() -> None:
+    reign = training()
+    reign.end_trainers()
+    opened(reign.ask("a", "b", "a", launch_id=OTHER))
+
+
+def test_a_log_that_does_not_answer_makes_the_launch_ask_again() -> None:
+    reign = two_nodes()
+    reign.log_up = False
+    assert code(reign.ask("a", "b")) == "unavailable"
+    reign.log_up = True
+    opened(reign.ask("a", "b"))
+
+
+def test_an_attempt_whose_append_seemed_to_fail_is_found_in_the_log() -> None:
+    reign = two_nodes()
+    reign.held_back = {Append}
+    reign.ask("a", "b")
+    (append,) = reign.kept_back
+    assert isinstance(append, Append)
+    landed = reign._open(append.intent)
+    reign.do(OpenFailed(text="no answer", again=False, now_s=0.0))
+    assert reign.answers[1].code == "unavailable"
+    reign.do(landed)
+    view = opened(reign.ask("a", "b")).attempt
+    assert view is not None
+    assert view.uid == append.intent.uid
+    assert reign.state.attempt_number == 1
+
+
+# --- from which step
+
+
+def restarted(reign: Reign, *places: str) -> OpenAnswer:
+    reign.end_trainers()
+    return opened(reign.ask(*(places or ("a", "b")), launch_id=OTHER))
+
+
+def test_a_restart_begins_at_the_newest_step_that_is_whole_in_memory() -> None:
+    reign = training()
+    reign.hold(2, tiers=("memory", "peer"))
+    reign.hold(4, tiers=("memory",))
+    reign.hold(6, tiers=("memory",), ranks=(0,))
+    view = restarted(reign).attempt
+    assert view is not None
+    assert (view.source, view.from_step) == ("held", 4)
+    assert {source.tier for shard in view.restore for source in shard.sources} == {"memory"}
+    assert reign.desired.keep == (Kept(attempt_uid=view.source_attempt_uid, step=4),)
+
+
+def test_after_the_loss_of_a_node_its_shards_come_from_its_peer() -> None:
+    reign = training()
+    reign.hold(2, tiers=("memory", "peer"))
+    reign.hold(4, tiers=("memory",))
+    reign.lose("b")
+    reign.node("c")
+    view = restarted(reign, "a", "c").attempt
+    assert view is not None
+    assert (view.source, view.from_step) == ("held", 2)
+    assert [(source.tier, source.node) for source in view.restore[1].sources] == [("peer", "a")]
+
+
+def test_a_replacement_of_the_same_name_has_nothing_of_the_life_before_it() -> None:
+    reign = training()
+    reign.hold(2, tiers=("memory", "peer"))
+    reign.lose("b")
+    reign.node("b", boot_id="bb" * 16, incarnation="b2" * 16)
+    view = restarted(reign, "a", "b").attempt
+    assert view is not None
+    assert [(source.tier, source.node) for source in view.restore[1].sources] == [("peer", "a")]
+
+
+def test_copies_with_different_digests_are_passed_over_for_an_older_step() -> None:
+    reign = training()
+    reign.hold(2, tiers=("memory", "peer"))
+    reign.hold(4, tiers=("memory", "peer"))
+
+    def spoil(copy: Copy) -> Copy:
+        return msgspec.structs.replace(copy, digest="ff" * 16) if (copy.step, copy.tier) == (4, "peer") else copy
+
+    reign.nodes["a"].copies = [spoil(copy) for copy in reign.nodes["a"].copies]
+    reign.hear()
+    view = restarted(reign).attempt
+    assert view is not None
+    assert view.from_step == 2
+    assert reign.state.attempt is not None
+    assert "different digests" in reign.state.attempt.why
+
+
+def test_a_source_that_failed_is_struck_off_and_the_next_older_step_is_taken() -> None:
+    reign = training()
+    reign.hold(2, tiers=("memory", "peer"))
+    reign.hold(4, tiers=("memory", "peer"))
+    restarted(reign)
+    reign.verdict("staged", ranks=(0,), ok=False, reason="shard of rank 1 has another digest")
+    assert reign.desired.attempt is not None
+    assert reign.desired.attempt.phase == "failed"
+    view = opened(reign.ask("a", "b", launch_id=OTHER, round_number=1)).attempt
+    assert view is not None
+    assert view.from_step == 2
+    assert reign.state.attempt is not None
+    assert [(struck.step, "another digest" in struck.why) for struck in reign.state.attempt.struck] == [(4, True)]
+
+
+def test_what_was_struck_off_stays_so_for_a_later_launch_and_a_later_coordinator() -> None:
+    reign = training()
+    reign.hold(2, tiers=("memory", "peer"))
+    reign.hold(4, tiers=("memory", "peer"))
+    restarted(reign)
+    reign.verdict("staged", ranks=(0,), ok=False)
+    opened(reign.ask("a", "b", launch_id=OTHER, round_number=1))
+    after = reign.successor()
+    after.end_trainers()
+    view = opened(after.ask("a", "b", launch_id="3c" * 16)).attempt
+    assert view is not None
+    assert view.from_step == 2
+
+
+def test_nothing_left_is_an_error_with_the_list_of_what_was_tried() -> None:
+    reign = training()
+    reign.hold(2, tiers=("memory", "peer"))
+    restarted(reign)
+    reign.verdict("staged", ranks=(1,), ok=False, reason="gone")
+    answer = reign.ask("a", "b", launch_id=OTHER, round_number=1)
+    assert code(answer) == "nothing-left"
+    assert answer is not None
+    assert "step 2" in answer.text
+    assert "gone" in answer.text
+
+
+def test_a_source_that_is_nowhere_any_more_is_no_reason_to_start_from_scratch() -> None:
+    reign = training()
+    reign.hold(2, tiers=("memory",))
+    restarted(reign)
+    for node in reign.nodes.values():
+        node.copies = []
+    reign.end_trainers()
+    assert code(reign.ask("a", "b", launch_id="3c" * 16)) == "nothing-left"
+
+
+def test_a_launch_starts_from_scratch_when_the_log_holds_no_checkpoint_and_no_step_is_whole() -> None:
+    reign = training()
+    reign.hold(2, tiers=("memory",))
+    reign.lose("b")
+    reign.node("c")
+    view = restarted(reign, "a", "c").attempt
+    assert view is not None
+    assert view.source == "fresh"
+    assert reign.state.attempt is not None
+    assert "passed over step 2" in reign.state.attempt.why
+
+
+def test_a_tainted_step_is_not_begun_from() -> None:
+    reign = training()
+    reign.hold(2, tiers=("memory", "peer"))
+    reign.hold(4, tiers=("memory", "peer"))
+    reign.append_record(Taint(attempt=1, from_step=3, to_step=None, reason="loss spike"))
+    view = restarted(reign).attempt
+    assert view is not None
+    assert view.from_step == 2
+    assert reign.state.attempt is not None
+    assert "loss spike" in reign.state.attempt.why
+
+
+def committed(reign: Reign, step: int) -> None:
+    reign.hold(step, tiers=("object",))
+    reign.read_back()
+    assert reign.ready_steps[-1] == step
+
+
+def test_a_ready_step_is_begun_from_when_memory_is_gone() -> None:
+    reign = training()
+    committed(reign, 2)
+    for name in ("a", "b"):
+        reign.nodes[name].copies = []
+        reign.lose(name)
+    reign.node("c")
+    reign.node("d")
+    view = restarted(reign, "c", "d").attempt
+    assert view is not None
+    assert (view.source, view.from_step) == ("ready", 2)
+    assert {source.tier for shard in view.restore for source in shard.sources} == {"object"}
+
+
+def test_a_protected_step_in_memory_beats_an_older_ready_one() -> None:
+    reign = training()
+    committed(reign, 2)
+    reign.hold(4, tiers=("memory", "peer"))
+    view = restarted(reign).attempt
+    assert view is not None
+    assert (view.source, view.from_step) == ("held", 4)
+
+
+def test_a_damaged_ready_step_is_passed_over_with_the_reason() -> None:
+    reign = training()
+    committed(reign, 2)
+    committed(reign, 4)
+    for node in reign.nodes.values():
+        node.copies = []
+    reign.hear()
+    reign.core._receipts.clear()
+    reign.damaged[max(reign.readies)] = "index has another SHA-256"
+    view = restarted(reign).attempt
+    assert view is not None
+    assert (view.source, view.from_step) == ("ready", 2)
+    assert reign.state.attempt is not None
+    assert "another SHA-256" in reign.state.attempt.why
+
+
+def test_a_copy_in_memory_that_differs_from_the_manifest_is_not_used() -> None:
+    reign = training()
+    committed(reign, 2)
+    attempt = reign.state.attempt
+    assert attempt is not None
+    reign.nodes["a"].copies.append(copy_of(attempt.uid, 2, 0, "memory", digest_is="ff" * 16))
+    view = restarted(reign).attempt
+    assert view is not None
+    assert view.from_step == 2
+    assert [source.tier for source in view.restore[0].sources] == ["object"]
+
+
+def test_a_step_that_the_current_attempt_wrote_before_it_began_is_not_on_the_lineage() -> None:
+    reign = training()
+    reign.hold(4, tiers=("memory", "peer"))
+    restarted(reign)
+    attempt = reign.state.attempt
+    assert attempt is not None
+    for rank, name in enumerate(("a", "b")):
+        reign.nodes[name].copies.append(copy_of(attempt.uid, 3, rank, "memory", attempt=2))
+        reign.nodes[name].copies = [one for one in reign.nodes[name].copies if one.step != 4]
+    reign.end_trainers()
+    assert code(reign.ask("a", "b", launch_id="3c" * 16)) == "nothing-left"
+
+
+def test_a_log_that_moves_while_a_launch_is_decided_has_it_decided_anew() -> None:
+    reign = training()
+    reign.hold(2, tiers=("memory", "peer"))
+    reign.hold(4, tiers=("memory", "peer"))
+    reign.end_trainers()
+    reign.held_back = {Append}
+    assert reign.ask("a", "b", launch_id=OTHER) is None
+    reign.append_record(Taint(attempt=1, from_step=4, to_step=4, reason="bad"))
+    reign.release()
+    assert reign.state.attempt is not None
+    assert reign.state.attempt.from_step == 2
