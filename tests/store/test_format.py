@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import safe_open
-
 from tests.support.stores import small_store
+
 from toprope.store.objects.directory import DirectoryStore
 
 
@@ -29,10 +29,11 @@ def read_log_as_a_stranger(root: Path, job: str) -> list[dict[str, Any]]:
     return records
 
 
-def named_json(path: Path, sha256: str) -> Any:
+def named_json(path: Path, sha256: str) -> dict[str, Any]:
     body = path.read_bytes()
     assert hashlib.sha256(body).hexdigest() == sha256
-    return json.loads(body)
+    value: dict[str, Any] = json.loads(body)
+    return value
 
 
 def test_a_stranger_finds_and_reads_the_newest_checkpoint(tmp_path: Path) -> None:
