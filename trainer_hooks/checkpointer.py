@@ -13,7 +13,6 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from toprope.trainer_hooks import wire
 from toprope.trainer_hooks.errors import SidecarUnavailableError, UsageError
@@ -246,7 +245,7 @@ def _warn_of_regrouping(model: nn.Module, world: int) -> None:
     if world <= 2:  # noqa: PLR2004 - the sum of two does not depend on their order
         return
     for ddp in model_state(model, world=world).ddp:
-        if isinstance(ddp, DistributedDataParallel) and not ddp.find_unused_parameters and not ddp.static_graph:
+        if ddp.static_graph or not ddp.find_unused_parameters:
             logger.warning(
                 "DDP regroups its gradient buckets after the first backward pass of each process; with %d ranks a "
                 "restarted run then sums in another order and is not bit-identical. Wrap with "

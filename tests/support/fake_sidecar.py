@@ -56,6 +56,7 @@ class FakeSidecar:
         self.every = every
         self.slot_count = slots
         self.lend = True
+        """Whether slots are lent as soon as SIZE is heard; else by ``lend_slots``."""
         self.lend_again = True
         self.refuse_open: Callable[[wire.Open], wire.Error | None] = lambda _: None
         self.spoil_staged: Callable[[Round], str] = lambda _: ""
@@ -128,6 +129,14 @@ class FakeSidecar:
     def wait_lent(self, count: int, rank: int = 0) -> None:
         """Wait until that many slots are lent to a rank."""
         self.wait(lambda: sum(1 for owner, _ in self._lent if owner == rank) >= count)
+
+    def lend_slots(self) -> None:
+        """Lend slots to all trainers, now that each has said its size."""
+        self.wait(lambda: bool(self._peers) and all(self._rank(peer) in self._sizes for peer in self._peers))
+        with self._mutex:
+            self.lend = True
+            for peer in self._peers:
+                self._make_slots(peer, self._sizes[self._rank(peer)])
 
     def say_desired(
         self, *, attempt: int, uid: str, schedule: wire.Schedule, protected: int = 0, ready: int = 0

@@ -1,0 +1,311 @@
+"""Capture and apply without a sidecar: what was captured is what comes back, or nothing is written."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tests.support.tiny_trainer import METADATA, Tiny, assert_same_tensor, checked, load, raw, save, snapshot_file, tiny
+from torch import nn
+
+from toprope.trainer_hooks.apply import check
+from toprope.trainer_hooks.errors import StateMismatchError, UnsupportedLeafError, UsageError, WorldMismatchError
+from toprope.trainer_hooks.image import Image
+from toprope.trainer_hooks.rng import set_streams, streams
+from toprope.trainer_hooks.state import Parts, capture
+
+
+def _trained(steps: int = 3, seed: int = 1) -> Tiny:
+    trainer = tiny(seed)
+    for _ in range(steps):
+        trainer.step()
+    return trainer
+
+
+def test_a_restored_trainer_is_the_saved_one_bit_for_bit_and_goes_on_alike(tmp_path: Path) -> None:
+    saved = _trained()
+    path = save(saved.parts(), tmp_path / "i")
+    before = saved.digest()
+    for _ in range(20):  # over the end of an epoch
+        saved.step()
+    expected = saved.digest()
+    live = tiny(seed=9)
+    load(live.parts(), path)
+    assert live.digest() == before
+    for _ in range(20):
+        live.step()
+    assert live.digest() == expected
+
+
+@pytest.mark.fault("B37")
+def test_a_second_restore_in_one_process_gives_the_same_again(tmp_path: Path) -> None:
+    trainer = _trained(2)
+    path, before = save(trainer.parts(), tmp_path / "i"), trainer.digest()
+    ends = set()
+    for _ in range(2):
+        for _ in range(3):
+            trainer.step()
+        ends.add(trainer.digest())
+        load(trainer.parts(), path)
+        assert trainer.digest() == before
+    assert len(ends) == 1
+
+
+def test_capture_changes_nothing_and_draws_nothing() -> None:
+    trainer = _trained()
+    before = trainer.digest()
+    capture(trainer.parts(), rank=0, world=1)
+    assert trainer.digest() == before
+
+
+@pytest.mark.fault("B03")
+def test_an_image_keeps_the_values_of_the_call(tmp_path: Path) -> None:
+    tensors = [torch.full((3,), float(number)) for number in range(4)]
+    history = deque([tensors[3]])
+    extra: dict[str, Any] = {"ema": [tensors[0], (tensors[1], {"x": tensors[2]})], "hist": history}
+    model = nn.Linear(1, 1)
+    path = save(Parts(model=model, extra=extra), tmp_path / "i")
+    for tensor in tensors:
+        tensor.fill_(99.0)
+    history.append(torch.ones(1))
+    restored: dict[str, Any] = {}
+    load(Parts(model=model, extra=restored), path)
+    assert restored["ema"][0].tolist() == [0.0] * 3
+    assert type(restored["ema"][1]) is tuple
+    assert restored["ema"][1][1]["x"].tolist() == [2.0] * 3
+    assert [item.tolist() for item in restored["hist"]] == [[3.0] * 3]
+
+
+@pytest.mark.fault("B27")
+def test_plain_values_come_back_with_their_types_and_absent_keys_appear(tmp_path: Path) -> None:
+    values = {
+        "epoch": 7,
+        "name": "x",
+        "flag": True,
+        "best": None,
+        "f": 1.5,
+        "b": b"\0\xff",
+        "t": (1, 2),
+        "d": {1: "int key"},
+        "more": "absent",
+    }
+    path = save(Parts(model=nn.Linear(1, 1), extra=dict(values)), tmp_path / "i")
+    live: dict[str, Any] = {"epoch": 0, "name": "", "flag": False, "best": 3, "f": 0.0, "b": b"", "t": (), "d": {}}
+    load(Parts(model=nn.Linear(1, 1), extra=live), path)
+    assert live == values
+    assert {key: type(value) for key, value in live.items()} == {key: type(value) for key, value in values.items()}
+
+
+def test_containers_and_tensors_that_others_hold_are_filled_in_place(tmp_path: Path) -> None:
+    path = save(Parts(model=nn.Linear(1, 1), extra={"ema": {"w": torch.ones(2)}, "log": [1, 2, 3]}), tmp_path / "i")
+    tensor, log = torch.zeros(2), [0]
+    inner: dict[str, Any] = {"w": tensor, "stale": 1}
+    load(Parts(model=nn.Linear(1, 1), extra={"ema": inner, "log": log}), path)
+    assert inner == {"w": tensor}
+    assert tensor.tolist() == [1.0, 1.0]
+    assert log == [1, 2, 3]
+
+
+def test_names_that_read_alike_do_not_collide(tmp_path: Path) -> None:
+    extra = {"a.b": torch.zeros(1), "a": {"b": torch.ones(1), 1: torch.full((1,), 2.0), "1": torch.full((1,), 3.0)}}
+    live: dict[str, Any] = {}
+    load(Parts(model=nn.Linear(1, 1), extra=live), save(Parts(model=nn.Linear(1, 1), extra=extra), tmp_path / "i"))
+    assert (live["a.b"].item(), live["a"]["b"].item(), live["a"][1].item(), live["a"]["1"].item()) == (0, 1, 2, 3)
+
+
+@pytest.mark.fault("B13")
+@pytest.mark.parametrize("strided_target", [True, False])
+def test_a_strided_parameter_keeps_its_strides(tmp_path: Path, *, strided_target: bool) -> None:
+    def build(*, strided: bool) -> Any:  # noqa: ANN401 - torch types the attributes of modules loosely
+        model: Any = nn.Conv2d(3, 4, 3)
+        return model.to(memory_format=torch.channels_last) if strided else model
+
+    saved, live = build(strided=not strided_target), build(strided=strided_target)
+    strides = live.weight.stride()
+    load(Parts(model=live), save(Parts(model=saved), tmp_path / "i"))
+    assert_same_tensor(live.weight, saved.weight)
+    assert live.weight.stride() == strides
+
+
+@pytest.mark.fault("B24")
+def test_optimizer_state_keeps_its_own_dtype_and_device(tmp_path: Path) -> None:
+    def build() -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(3)
+        model = nn.Linear(4, 4)
+        return model, torch.optim.Adam(model.parameters())
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+
+    model, optimizer = build()
+    step(model, optimizer)
+    for state in optimizer.state.values():
+        state["exp_avg"] = state["exp_avg"].bfloat16()
+        state["exp_avg_sq"] = state["exp_avg_sq"].bfloat16()
+    path = save(Parts(model=model, optimizer=optimizer), tmp_path / "i")
+    live_model, live_optimizer = build()
+    load(Parts(model=live_model, optimizer=live_optimizer), path)
+    for before, after in zip(optimizer.state.values(), live_optimizer.state.values(), strict=True):
+        assert list(before) == list(after)
+        for key, value in before.items():
+            assert_same_tensor(after[key], value)
+            assert after[key].device == value.device
+
+
+@pytest.mark.fault("B33")
+def test_an_empty_group_keeps_its_settings_and_sgd_stays_stateless(tmp_path: Path) -> None:
+    def build(rate: float) -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = nn.Linear(2, 2)
+        groups: list[dict[str, Any]] = [
+            {"params": list(model.parameters())},
+            {"params": [], "lr": rate, "betas": (0.1, 0.2)},
+        ]
+        return model, torch.optim.AdamW(groups, lr=rate)
+
+    model, optimizer = build(0.5)
+    live_model, live = build(0.25)
+    load(Parts(model=live_model, optimizer=live), save(Parts(model=model, optimizer=optimizer), tmp_path / "i"))
+    assert [group["lr"] for group in live.param_groups] == [0.5, 0.5]
+    assert live.param_groups[1]["betas"] == (0.1, 0.2)
+    assert type(live.param_groups[1]["betas"]) is tuple
+    plain = torch.optim.SGD(model.parameters(), lr=0.1)
+    plain.step()
+    load(Parts(model=model, optimizer=plain), save(Parts(model=model, optimizer=plain), tmp_path / "s"))
+    assert dict(plain.state) == {}
+
+
+@pytest.mark.fault("B46")
+def test_a_loss_scaler_comes_back_whole(tmp_path: Path) -> None:
+    def build() -> torch.amp.GradScaler:
+        return torch.amp.GradScaler("cpu")
+
+    saved, live, model = build(), build(), nn.Linear(1, 1)
+    saved.load_state_dict({**saved.state_dict(), "scale": 4096.0, "_growth_tracker": 37})
+    load(Parts(model=model, scaler=live), save(Parts(model=model, scaler=saved), tmp_path / "i"))
+    assert live.state_dict() == saved.state_dict()
+    assert live.state_dict()["scale"] == 4096.0
+
+
+def _with_model(live: Tiny, model: nn.Module) -> dict[str, Any]:
+    return {**live.named(), "model": model, "optimizer": torch.optim.AdamW(model.parameters())}
+
+
+def _wider(live: Tiny) -> dict[str, Any]:
+    return _with_model(live, nn.Sequential(nn.Linear(2, 9), *list(live.model.children())[1:]))
+
+
+def _other_dtype(live: Tiny) -> dict[str, Any]:
+    live.model.bfloat16()
+    return live.named()
+
+
+def _renamed(live: Tiny) -> dict[str, Any]:
+    layers = list(live.model.children())
+    return {**live.named(), "model": nn.Sequential(*layers[:3], nn.Sequential(*layers[3:]))}
+
+
+def _tied(live: Tiny) -> dict[str, Any]:
+    layers: list[Any] = list(live.model.children())
+    layers.append(nn.Linear(3, 1, bias=False))
+    layers[-1].weight = layers[4].weight
+    return {**live.named(), "model": nn.Sequential(*layers)}
+
+
+def _other_groups(live: Tiny) -> dict[str, Any]:
+    parameters = list(live.model.parameters())
+    groups: list[dict[str, Any]] = [{"params": parameters[:1]}, {"params": parameters[1:]}]
+    return {**live.named(), "optimizer": torch.optim.AdamW(groups)}
+
+
+def _other_order(live: Tiny) -> dict[str, Any]:
+    return {**live.named(), "optimizer": torch.optim.AdamW(list(live.model.parameters())[::-1])}
+
+
+CHANGES: dict[str, Callable[[Tiny], dict[str, Any]]] = {
+    "shape": _wider,
+    "dtype": _other_dtype,
+    "renamed": _renamed,
+    "tied": _tied,
+    "groups": _other_groups,
+    "order": _other_order,
+    "no scheduler": lambda live: {**live.named(), "lr_scheduler": None},
+    "a scaler": lambda live: {**live.named(), "scaler": torch.amp.GradScaler("cpu")},
+    "an extra": lambda live: {**live.named(), "extra": {"a": 1, "b": 2}},
+}
+
+
+@pytest.mark.fault("B22")
+@pytest.mark.fault("B23")
+@pytest.mark.fault("B30")
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ("shape", r"model\.0\.weight: shape \(8, 2\) in the checkpoint, \(9, 2\) here"),
+        ("dtype", r"model\.0\.bias: torch\.float32 in the checkpoint, torch\.bfloat16 here"),
+        ("renamed", r"model\.3\.0\.bias: missing.*model\.3\.weight: in the checkpoint, unexpected"),
+        ("tied", "tied parameters are {} in the checkpoint and {'5.weight': '4.weight'} here"),
+        ("groups", "optimizer: 1 groups in the checkpoint, 2 here"),
+        ("order", "optimizer group 0: other parameters, or in another order"),
+        ("no scheduler", "lr_scheduler: in the checkpoint, unexpected here"),
+        ("a scaler", "scaler: missing in the checkpoint"),
+        ("an extra", r"extra\.b: missing in the checkpoint"),
+    ],
+)
+def test_a_state_that_does_not_fit_is_refused_before_anything_is_written(
+    tmp_path: Path, change: str, said: str
+) -> None:
+    path = save(_trained().parts(extra={"a": 5}), tmp_path / "i")
+    live = tiny(seed=9)
+    parts = Parts(**{"extra": {"a": 1}, **CHANGES[change](live)})
+    before = [raw(tensor) for tensor in parts.model.state_dict().values()], live.digest()
+    with pytest.raises(StateMismatchError, match=said):
+        checked(parts, path)
+    assert ([raw(tensor) for tensor in parts.model.state_dict().values()], live.digest()) == before
+
+
+def test_another_world_size_is_refused_with_both_numbers(tmp_path: Path) -> None:
+    snapshot = capture(Parts(model=nn.Linear(1, 1)), rank=0, world=4)
+    path = snapshot_file(tmp_path / "i", snapshot.tensors, snapshot.document, METADATA)
+    with pytest.raises(WorldMismatchError, match="4 ranks and this job has 2"):
+        check(Parts(model=nn.Linear(1, 1)), {0: Image(path, path.stat().st_size)}, rank=0, world=2)
+
+
+@pytest.mark.fault("B40")
+def test_the_random_streams_go_on_where_they_were() -> None:
+    def draw() -> tuple[object, ...]:
+        return random.random(), random.gauss(0, 1), np.random.randn(3).tolist(), torch.randn(3).tolist()  # noqa: NPY002 - the global stream
+
+    random.gauss(0, 1)  # leaves a second value waiting
+    np.random.randn(1)  # noqa: NPY002 - likewise
+    state = streams([])
+    first = draw()
+    set_streams(state, [])
+    assert draw() == first
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"dataloader": [1, 2]}, "dataloader is a list without state_dict"),
+        ({"lr_scheduler": 3}, "lr_scheduler is a int without"),
+        ({"extra": 3}, "extra is a int"),
+        ({"optimizer": nn.Linear(1, 1)}, "optimizer is a Linear"),
+    ],
+    ids=str,
+)
+def test_a_part_of_the_wrong_kind_is_refused(more: dict[str, Any], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        Parts(**{"model": nn.Linear(1, 1), **more}).check()
+
+
+def test_an_unsupported_value_is_refused_by_its_path() -> None:
+    with pytest.raises(UnsupportedLeafError, match=r"^extra\.a\.1: a builtins\.object"):
+        capture(Parts(model=nn.Linear(1, 1), extra={"a": [1, object()]}), rank=0, world=1)

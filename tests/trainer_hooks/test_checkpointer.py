@@ -1,0 +1,503 @@
+"""The public object against a fake sidecar: real frames, real socket, real slot files."""
+
+from __future__ import annotations
+
+import logging
+import os
+import resource
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.support.fake_sidecar import FakeSidecar
+from tests.support.tiny_trainer import Tiny, open_image, raw, tiny
+from torch import nn
+
+from toprope.trainer_hooks import (
+    Checkpointer,
+    HookError,
+    RestoreError,
+    SidecarUnavailableError,
+    SpecMismatchError,
+    StateMismatchError,
+    SupersededError,
+    UnsupportedLeafError,
+    UsageError,
+    WorldMismatchError,
+    restoring,
+    saving,
+    wire,
+)
+from toprope.trainer_hooks.image import write_image
+from toprope.trainer_hooks.slot import Page, SlotState, read_page, write_page
+
+
+@pytest.fixture
+def sidecar(memory_dir: Path) -> Iterator[FakeSidecar]:
+    with FakeSidecar(memory_dir / "s") as fake:
+        yield fake
+
+
+@pytest.fixture
+def made() -> Iterator[list[Checkpointer]]:
+    """Checkpointers to close after the test."""
+    checkpointers: list[Checkpointer] = []
+    yield checkpointers
+    for checkpointer in checkpointers:
+        checkpointer.close("nothing")
+
+
+def _hook(sidecar: FakeSidecar, made: list[Checkpointer], trainer: Tiny, **more: object) -> Checkpointer:
+    checkpointer = Checkpointer(job="j", socket=sidecar.socket_path, **{**trainer.named(), **more})
+    made.append(checkpointer)
+    return checkpointer
+
+
+def _train(trainer: Tiny, checkpointer: Checkpointer, first: int, last: int) -> None:
+    for step in range(first, last + 1):
+        loss = trainer.step()
+        checkpointer.end_step(step, loss=loss)
+
+
+def _wait_free(checkpointer: Checkpointer, count: int) -> None:
+    """Wait until the hook has that many slots to fill."""
+    session = checkpointer._session
+    assert session is not None
+    with session._news:
+        assert session._news.wait_for(lambda: len(session.slots._free) >= count, 20)
+
+
+def _begin(sidecar: FakeSidecar, checkpointer: Checkpointer, trainer: Tiny) -> None:
+    """Restore and train step 1, at which there is no slot yet; then there are."""
+    sidecar.lend = False
+    first = checkpointer.restore() + 1
+    _train(trainer, checkpointer, first, first)
+    sidecar.lend_slots()
+    _wait_free(checkpointer, sidecar.slot_count)
+
+
+def test_a_new_job_begins_at_0_and_a_restart_at_the_newest_snapshot(
+    sidecar: FakeSidecar, made: list[Checkpointer]
+) -> None:
+    plain = tiny()
+    for _ in range(9):
+        plain.step()
+    trainer = tiny()
+    checkpointer = _hook(sidecar, made, trainer)
+    _begin(sidecar, checkpointer, trainer)
+    for step in range(2, 7):
+        _train(trainer, checkpointer, step, step)
+        _wait_free(checkpointer, 1)
+    sidecar.wait_image(6)
+    checkpointer.close()
+    again = tiny(seed=7)
+    checkpointer = _hook(sidecar, made, again)
+    assert checkpointer.restore() == 6
+    assert again.digest() == trainer.digest()
+    _train(again, checkpointer, 7, 9)
+    assert again.digest() == plain.digest()
+    assert again.data.seen == plain.data.seen[6:]
+
+
+def test_a_run_with_hooks_is_the_run_without_bit_for_bit(sidecar: FakeSidecar, made: list[Checkpointer]) -> None:
+    with_hooks, without = tiny(), None
+    checkpointer = _hook(sidecar, made, with_hooks)
+    _begin(sidecar, checkpointer, with_hooks)
+    _train(with_hooks, checkpointer, 2, 12)
+    digest = with_hooks.digest()
+    without = tiny()
+    for _ in range(12):
+        without.step()
+    assert without.digest() == digest
+    assert checkpointer.stats.snapshots > 0
+
+
+def test_each_image_is_the_state_of_its_own_step(
+    sidecar: FakeSidecar, made: list[Checkpointer], tmp_path: Path
+) -> None:
+    trainer = tiny()
+    checkpointer = _hook(sidecar, made, trainer)
+    _begin(sidecar, checkpointer, trainer)
+    golden = {}
+    for step in range(2, 8):
+        _wait_free(checkpointer, 1)
+        _train(trainer, checkpointer, step, step)
+        golden[step] = raw(trainer.model[0].weight)  # type: ignore[index]
+    for step, expected in golden.items():
+        path = tmp_path / str(step)
+        path.write_bytes(sidecar.wait_image(step))
+        image = open_image(path)
+        assert raw(image.tensor("model.0.weight")) == expected
+        assert image.metadata["step"] == str(step)
+        assert image.metadata["attempt_uid"] == sidecar.rounds[0].attempt.uid
+
+
+def test_a_page_is_writing_then_sealed_and_the_frame_comes_after(
+    sidecar: FakeSidecar, made: list[Checkpointer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pages: list[SlotState] = []
+
+    def page(path: Path, page: Page) -> None:
+        pages.append(page.state)
+        write_page(path, page)
+
+    def image(*arguments: Any) -> int:  # noqa: ANN401 - passes all on
+        assert pages[-1] is SlotState.WRITING
+        return write_image(*arguments)
+
+    monkeypatch.setattr(saving, "write_page", page)
+    monkeypatch.setattr(saving, "write_image", image)
+    trainer = tiny()
+    checkpointer = _hook(sidecar, made, trainer)
+    _begin(sidecar, checkpointer, trainer)
+    _train(trainer, checkpointer, 2, 2)
+    sidecar.wait_image(2)
+    assert pages == [SlotState.WRITING, SlotState.SEALED]
+    assert sidecar.states == [(2, SlotState.SEALED)]
+
+
+def test_only_due_steps_are_saved(memory_dir: Path, made: list[Checkpointer]) -> None:
+    with FakeSidecar(memory_dir / "s", every=3) as sidecar:
+        trainer = tiny()
+        checkpointer = _hook(sidecar, made, trainer)
+        _begin(sidecar, checkpointer, trainer)
+        _train(trainer, checkpointer, 2, 10)
+        sidecar.wait_image(9)
+        assert sorted(step for step, _ in sidecar.images) == [3, 6, 9]
+
+
+def test_a_new_schedule_counts_from_the_step_that_it_names(sidecar: FakeSidecar, made: list[Checkpointer]) -> None:
+    trainer = tiny()
+    checkpointer = _hook(sidecar, made, trainer)
+    _begin(sidecar, checkpointer, trainer)
+    attempt = sidecar.rounds[0].attempt
+    sidecar.say_desired(attempt=1, uid=attempt.uid, schedule=wire.Schedule(from_step=4, every=2))
+    assert checkpointer._session is not None
+    session = checkpointer._session
+    with session._news:
+        assert session._news.wait_for(lambda: session.desired is not None, 10)
+    for step in range(2, 9):
+        _wait_free(checkpointer, 3)
+        _train(trainer, checkpointer, step, step)
+    sidecar.wait_image(8)
+    assert sorted(step for step, _ in sidecar.images) == [2, 3, 4, 6, 8]
+
+
+@pytest.mark.fault("B04")
+def test_with_no_free_slot_steps_are_skipped_counted_and_said_once(
+    sidecar: FakeSidecar, made: list[Checkpointer], caplog: pytest.LogCaptureFixture
+) -> None:
+    sidecar.lend_again = False
+    trainer = tiny()
+    checkpointer = _hook(sidecar, made, trainer)
+    _begin(sidecar, checkpointer, trainer)
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, "toprope"):
+        _train(trainer, checkpointer, 2, 10)
+    sidecar.wait_image(4)
+    assert sorted(step for step, _ in sidecar.images) == [2, 3, 4]
+    assert checkpointer.stats.snapshots == 3
+    assert checkpointer.stats.skipped == {"no free slot": 7}
+    assert len(caplog.records) == 1
+    sidecar.wait(lambda: len(sidecar.kinds(wire.Skipped)) == 7)
+    assert read_page(sidecar.slot(0, 0).page).state is SlotState.HASHED
+
+
+def test_a_sidecar_that_dies_never_stops_training_and_saving_goes_on_with_the_next(
+    sidecar: FakeSidecar, made: list[Checkpointer]
+) -> None:
+    trainer = tiny()
+    checkpointer = _hook(sidecar, made, trainer)
+    _begin(sidecar, checkpointer, trainer)
+    _train(trainer, checkpointer, 2, 2)
+    sidecar.wait_image(2)
+    sidecar.kill()
+    _train(trainer, checkpointer, 3, 8)
+    assert sum(checkpointer.stats.skipped.values()) >= 1
+    sidecar.heard.clear()
+    sidecar.start()
+    _wait_free(checkpointer, 1)
+    said = [type(frame) for frame in sidecar.heard[:4]]
+    assert said == [wire.Hello, wire.Join, wire.Verdict, wire.Size]
+    _wait_free(checkpointer, 2)
+    _train(trainer, checkpointer, 9, 9)
+    sidecar.wait_image(9)
+
+
+def test_a_slot_filled_while_the_connection_broke_is_announced_on_the_next(
+    sidecar: FakeSidecar, made: list[Checkpointer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = tiny()
+    checkpointer = _hook(sidecar, made, trainer)
+    _begin(sidecar, checkpointer, trainer)
+
+    def broken(*arguments: Any) -> int:  # noqa: ANN401 - passes all on
+        sidecar.kill()
+        return write_image(*arguments)
+
+    monkeypatch.setattr(saving, "write_image", broken)
+    _train(trainer, checkpointer, 2, 2)
+    monkeypatch.setattr(saving, "write_image", write_image)
+    sidecar.start()
+    sidecar.wait_image(2)
+
+
+def test_without_a_sidecar_memory_stays_flat_over_2000_steps(sidecar: FakeSidecar, made: list[Checkpointer]) -> None:
+    trainer = tiny()
+    checkpointer = _hook(sidecar, made, trainer)
+    checkpointer.restore()
+    _train(trainer, checkpointer, 1, 1)
+    sidecar.kill()
+    for step in range(2, 202):
+        checkpointer.end_step(step)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for step in range(202, 2202):
+        checkpointer.end_step(step)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 4096
+    assert sum(checkpointer.stats.skipped.values()) >= 2199
+
+
+def test_a_grown_state_is_skipped_and_told_and_then_saved(sidecar: FakeSidecar, made: list[Checkpointer]) -> None:
+    trainer, extra = tiny(), {"log": b""}
+    checkpointer = _hook(sidecar, made, trainer, extra=extra)
+    _begin(sidecar, checkpointer, trainer)
+    extra["log"] = bytes(300_000)
+    _train(trainer, checkpointer, 2, 2)
+    assert checkpointer.stats.skipped["state has grown"] == 1
+    sidecar.wait(lambda: len(sidecar.kinds(wire.Size)) == 2)
+    sidecar.wait(lambda: sidecar._seq >= 6)
+    while not sidecar.images:
+        step = checkpointer._next_step
+        _train(trainer, checkpointer, step, step)
+    assert len(next(iter(sidecar.images.values()))) > 400_000
+
+
+def test_a_value_that_cannot_be_kept_is_refused_at_restore_and_skipped_later(
+    sidecar: FakeSidecar, made: list[Checkpointer], caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(UnsupportedLeafError, match=r"extra\.f: "):
+        _hook(sidecar, made, tiny(), extra={"f": print}).restore()
+    trainer, extra = tiny(), {"f": None}
+    checkpointer = _hook(sidecar, made, trainer, extra=extra)
+    _begin(sidecar, checkpointer, trainer)
+    extra["f"] = print  # type: ignore[assignment]
+    _train(trainer, checkpointer, 2, 4)
+    assert checkpointer.stats.skipped["unsupported value"] == 3
+    assert any("extra.f" in record.getMessage() for record in caplog.records)
+    extra["f"] = None
+    _train(trainer, checkpointer, 5, 5)
+    sidecar.wait_image(5)
+
+
+def test_strict_turns_a_skip_into_an_error(sidecar: FakeSidecar, made: list[Checkpointer]) -> None:
+    sidecar.lend = False
+    checkpointer = _hook(sidecar, made, tiny(), strict=True)
+    checkpointer.restore()
+    with pytest.raises(HookError, match="no free slot: step 1 was not saved"):
+        checkpointer.end_step(1)
+
+
+def test_a_later_attempt_ends_this_one(sidecar: FakeSidecar, made: list[Checkpointer]) -> None:
+    checkpointer = _hook(sidecar, made, tiny())
+    checkpointer.restore()
+    checkpointer.end_step(1)
+    sidecar.say_desired(attempt=2, uid="ff" * 16, schedule=wire.Schedule(from_step=0, every=1))
+    session = checkpointer._session
+    assert session is not None
+    with session._news:
+        assert session._news.wait_for(lambda: session.desired is not None, 10)
+    with pytest.raises(SupersededError, match="attempt 2 of the job was opened after this one, number 1"):
+        checkpointer.end_step(2)
+
+
+@pytest.mark.parametrize("step", [0, 2, 7])
+def test_the_first_step_is_the_restored_one_plus_one(sidecar: FakeSidecar, made: list[Checkpointer], step: int) -> None:
+    checkpointer = _hook(sidecar, made, tiny())
+    checkpointer.restore()
+    with pytest.raises(UsageError, match=r"after step 0.*expected end_step\(1\)"):
+        checkpointer.end_step(step)
+    checkpointer.end_step(1)
+    with pytest.raises(UsageError, match=r"expected end_step\(2\)"):
+        checkpointer.end_step(1)
+
+
+def test_end_step_before_restore_is_refused(sidecar: FakeSidecar, made: list[Checkpointer]) -> None:
+    with pytest.raises(UsageError, match=r"call restore\(\) once"):
+        _hook(sidecar, made, tiny()).end_step(1)
+
+
+def test_without_a_sidecar_restore_raises_and_fresh_ok_begins_at_0(tmp_path: Path) -> None:
+    trainer = tiny()
+    named = {"job": "j", "socket": tmp_path / "none.sock", "sidecar_timeout_s": 0.2, **trainer.named()}
+    checkpointer = Checkpointer(**named)
+    with pytest.raises(SidecarUnavailableError, match=r"no sidecar answered within 0.2 s .*none\.sock"):
+        checkpointer.restore()
+    checkpointer.close("nothing")
+    checkpointer = Checkpointer(**named, fresh_ok=True)
+    assert checkpointer.restore() == 0
+    _train(trainer, checkpointer, 1, 3)
+    checkpointer.close("nothing")
+
+
+@pytest.mark.parametrize(
+    ("code", "error"),
+    [
+        ("spec-mismatch", SpecMismatchError),
+        ("world-mismatch", WorldMismatchError),
+        ("nothing-left", RestoreError),
+        ("superseded", SupersededError),
+    ],
+)
+def test_an_answer_that_will_not_change_is_raised_with_its_text(
+    sidecar: FakeSidecar, made: list[Checkpointer], code: str, error: type[HookError]
+) -> None:
+    sidecar.refuse_open = lambda _: wire.Error(code=code, text="model.a: 3 here, 4 there")
+    with pytest.raises(error, match=r"model\.a: 3 here, 4 there"):
+        _hook(sidecar, made, tiny()).restore()
+
+
+def test_busy_is_asked_again(sidecar: FakeSidecar, made: list[Checkpointer], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(restoring, "RETRY_EVERY_S", 0.01)
+    busy = iter(range(3))
+    sidecar.refuse_open = lambda _: (
+        None if next(busy, None) is None else wire.Error(code="busy", text="rank 0 on n1 lives")
+    )
+    assert _hook(sidecar, made, tiny()).restore() == 0
+    assert len({(frame.launch_id, frame.round) for frame in sidecar.kinds(wire.Open)}) == 1  # type: ignore[union-attr]
+    assert len(sidecar.kinds(wire.Open)) == 4
+
+
+def test_a_source_that_cannot_be_staged_leads_to_the_next_older_in_a_new_round(
+    sidecar: FakeSidecar, made: list[Checkpointer]
+) -> None:
+    trainer = tiny()
+    checkpointer = _hook(sidecar, made, trainer)
+    checkpointer.restore()
+    _train(trainer, checkpointer, 1, 1)
+    for step in (2, 3):
+        _wait_free(checkpointer, 3)
+        _train(trainer, checkpointer, step, step)
+        sidecar.wait_image(step)
+    checkpointer.close()
+    sidecar.spoil_staged = lambda known: "shard of rank 0 is nowhere" if known.attempt.from_step == 3 else ""
+    assert _hook(sidecar, made, tiny()).restore() == 2
+    assert len(sidecar.rounds) == 3
+    assert sidecar.rounds[2].attempt.round == sidecar.rounds[1].attempt.round + 1
+
+
+def test_a_checkpoint_of_another_extra_is_refused_and_the_verdict_says_why(
+    sidecar: FakeSidecar, made: list[Checkpointer]
+) -> None:
+    trainer = tiny()
+    checkpointer = _hook(sidecar, made, trainer, extra={"a": 1})
+    _begin(sidecar, checkpointer, trainer)
+    _train(trainer, checkpointer, 2, 2)
+    sidecar.wait_image(2)
+    checkpointer.close()
+    with pytest.raises(StateMismatchError, match="extra: in the checkpoint, unexpected here"):
+        _hook(sidecar, made, tiny()).restore()
+    sidecar.wait(lambda: bool(sidecar.rounds[-1].failed))
+    assert "extra" in sidecar.rounds[-1].failed
+
+
+def test_a_failure_while_applying_ends_the_process(sidecar: FakeSidecar, made: list[Checkpointer]) -> None:
+    class Stubborn:
+        def state_dict(self) -> dict[str, int]:
+            return {}
+
+        def load_state_dict(self, state: dict[str, int]) -> None:
+            raise KeyError("no")
+
+    trainer = tiny()
+    checkpointer = _hook(sidecar, made, trainer, extra=Stubborn())
+    _begin(sidecar, checkpointer, trainer)
+    _train(trainer, checkpointer, 2, 2)
+    sidecar.wait_image(2)
+    checkpointer.close()
+    with pytest.raises(RestoreError, match=r"applying step 2 failed: KeyError\('no'\)"):
+        _hook(sidecar, made, tiny(), extra=Stubborn()).restore()
+    sidecar.wait(lambda: "KeyError" in sidecar.rounds[-1].failed)
+
+
+def test_close_waits_until_the_last_snapshot_is_hashed_and_says_bye(
+    sidecar: FakeSidecar, made: list[Checkpointer]
+) -> None:
+    trainer = tiny()
+    checkpointer = _hook(sidecar, made, trainer)
+    _begin(sidecar, checkpointer, trainer)
+    _train(trainer, checkpointer, 2, 2)
+    assert checkpointer.close()
+    assert (2, 0) in sidecar.images
+    sidecar.wait(lambda: isinstance(sidecar.heard[-1], wire.Bye))
+    assert not Checkpointer(job="j", **trainer.named()).close("ready")
+
+
+@pytest.mark.parametrize("job", ["", "Job", "a/b", "..", "a" * 65, "a..b", "-a"])
+def test_an_odd_job_name_is_refused(job: str) -> None:
+    with pytest.raises(UsageError, match="is not usable"):
+        Checkpointer(job=job, model=nn.Linear(1, 1))
+
+
+def test_a_socket_path_that_no_socket_can_have_is_refused() -> None:
+    with pytest.raises(UsageError, match="longer than 107 bytes"):
+        Checkpointer(job="j", model=nn.Linear(1, 1), socket="/" + "a" * 107)
+
+
+def test_several_ranks_without_a_process_group_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UsageError, match="init_process_group"):
+        Checkpointer(job="j", model=nn.Linear(1, 1))
+
+
+def test_a_script_can_end_with_one_line_and_the_right_status() -> None:
+    code = (
+        "import toprope.trainer_hooks as hooks\n"
+        "with hooks.one_line_errors():\n"
+        "    raise hooks.SpecMismatchError('job j: model.a: 3 here, 4 there')\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
+    assert (ended.returncode, ended.stderr) == (64, "error: job j: model.a: 3 here, 4 there\n")
+
+
+def test_the_frames_load_no_torch() -> None:
+    code = "import sys, toprope.trainer_hooks.wire, toprope.trainer_hooks.slot; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_nothing_is_drawn_from_a_random_stream_by_the_hook(sidecar: FakeSidecar, made: list[Checkpointer]) -> None:
+    trainer = tiny()
+    before = trainer.digest()
+    checkpointer = _hook(sidecar, made, trainer)
+    checkpointer.restore()
+    checkpointer.end_step(1)
+    _wait_free(checkpointer, 3)
+    checkpointer.end_step(2)
+    sidecar.wait_image(2)
+    assert trainer.digest() == before
+    assert os.getpid() == sidecar.kinds(wire.Hello)[0].pid  # type: ignore[union-attr]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.fault("B06")
+def test_a_cuda_state_comes_back_bit_for_bit(sidecar: FakeSidecar, made: list[Checkpointer], tmp_path: Path) -> None:
+    model = nn.Linear(1024, 1024, device="cuda")
+    optimizer = torch.optim.AdamW(model.parameters())
+    checkpointer = Checkpointer(job="j", model=model, optimizer=optimizer, socket=sidecar.socket_path)
+    made.append(checkpointer)
+    checkpointer.restore()
+    for step in range(1, 21):
+        for parameter in model.parameters():
+            parameter.grad = torch.randn_like(parameter)
+        optimizer.step()
+        if step > 1:
+            _wait_free(checkpointer, 1)
+        checkpointer.end_step(step)
+        if step > 1:
+            path = tmp_path / str(step)
+            path.write_bytes(sidecar.wait_image(step))
+            assert raw(open_image(path).tensor("model.weight")) == raw(model.weight)

@@ -1,0 +1,149 @@
+"""Locks and grants: a slot is locked once per process, and each grant is used once."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from tests.support.tiny_trainer import METADATA
+
+from toprope.trainer_hooks import wire
+from toprope.trainer_hooks.image import Target, plan_image, write_image
+from toprope.trainer_hooks.slot import Page, SlotState, lock_holder, read_page, write_page
+from toprope.trainer_hooks.slots import LentSlots, SlotLockedError, hold_lock
+
+
+def _slot(directory: Path, number: int = 0, seq: int = 1, size: int = 4096) -> wire.Slot:
+    for kind in ("data", "lock"):
+        path = directory / f"slot-{number}.{kind}"
+        if not path.exists():
+            path.write_bytes(bytes(size))
+    return wire.Slot(
+        slot=number,
+        seq=seq,
+        path=str(directory / f"slot-{number}.data"),
+        page_path=str(directory / f"slot-{number}.page"),
+        lock_path=str(directory / f"slot-{number}.lock"),
+        bytes=size,
+    )
+
+
+def _holder(path: Path) -> str:
+    """Ask from another process who holds the lock: in this one, looking would lose it."""
+    code = (
+        "import pathlib, sys; from toprope.trainer_hooks.slot import lock_holder\n"
+        "print(lock_holder(pathlib.Path(sys.argv[1])))"
+    )
+    return subprocess.run(
+        [sys.executable, "-c", code, str(path)], check=True, capture_output=True, text=True
+    ).stdout.strip()
+
+
+def test_the_lock_outlives_opening_and_closing_the_data_and_a_forked_child(tmp_path: Path) -> None:
+    slot = _slot(tmp_path)
+    slots = LentSlots()
+    slots.lend(slot)
+    slots.lend(_slot(tmp_path, seq=2))  # a second grant does not open the lock file again
+    Path(slot.path).read_bytes()
+    assert _holder(Path(slot.lock_path)) == str(os.getpid())
+    child = os.fork()
+    if child == 0:
+        os.closerange(3, 256)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert _holder(Path(slot.lock_path)) == str(os.getpid())
+
+
+def test_a_lock_that_another_process_holds_is_an_error_and_stays_theirs(tmp_path: Path) -> None:
+    slot = _slot(tmp_path)
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        with Path(slot.lock_path).open("r+b") as file:
+            fcntl.lockf(file, fcntl.LOCK_EX)
+            os.write(write, b"x")
+            signal.pause()
+    try:
+        os.read(read, 1)
+        with pytest.raises(SlotLockedError, match=r"slot-0\.lock"):
+            LentSlots().lend(slot)
+        assert lock_holder(Path(slot.lock_path)) == child
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    hold_lock(Path(slot.lock_path))
+
+
+def test_grants_are_used_in_order_and_once(tmp_path: Path) -> None:
+    slots = LentSlots()
+    for number in range(2):
+        slots.lend(_slot(tmp_path, number))
+    taken = [slots.take() for _ in range(3)]
+    assert [grant.slot.slot if grant else None for grant in taken] == [0, 1, None]
+
+
+def test_a_newer_grant_of_a_slot_replaces_the_older(tmp_path: Path) -> None:
+    slots = LentSlots()
+    slots.lend(_slot(tmp_path, seq=1))
+    slots.lend(_slot(tmp_path, seq=2))
+    first, second = slots.take(), slots.take()
+    assert first is not None
+    assert first.slot.seq == 2
+    assert second is None
+
+
+def test_what_is_sealed_is_said_again_until_its_slot_is_lent_again(tmp_path: Path) -> None:
+    slots = LentSlots()
+    sealed = wire.Sealed(slot=0, seq=1, attempt_uid="a", step=3, bytes=10)
+    slots.note_sealed(sealed)
+    slots.forget()
+    assert slots.unconfirmed() == (sealed,)
+    slots.lend(_slot(tmp_path, seq=2))
+    assert slots.unconfirmed() == ()
+
+
+def test_a_grown_slot_file_is_mapped_anew(tmp_path: Path) -> None:
+    slots = LentSlots()
+    slots.lend(_slot(tmp_path))
+    with (tmp_path / "slot-0.data").open("r+b") as file:
+        file.truncate(8192)
+    slots.lend(_slot(tmp_path, seq=2, size=8192))
+    grant = slots.take()
+    assert grant is not None
+    assert grant.target.bytes == 8192
+
+
+def _killed_in_mid_copy(slot: wire.Slot) -> None:
+    class Deadly(Target):
+        def put_tensor(self, offset: int, tensor: torch.Tensor) -> None:
+            super().put_tensor(offset, tensor)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    hold_lock(Path(slot.lock_path))
+    write_page(Path(slot.page_path), Page(state=SlotState.WRITING, seq=2, step=5))
+    tensors = {"a": torch.ones(4), "b": torch.ones(4)}
+    write_image(Deadly(Path(slot.path)), plan_image(tensors, METADATA), tensors, b"{}", METADATA)
+
+
+def _in_child(action: Callable[[wire.Slot], None], slot: wire.Slot) -> int:
+    child = os.fork()
+    if child == 0:
+        action(slot)
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def test_a_kill_in_mid_copy_leaves_writing_and_a_free_lock(tmp_path: Path) -> None:
+    slot = _slot(tmp_path)
+    write_page(Path(slot.page_path), Page(state=SlotState.EMPTY, seq=1))
+    assert _in_child(_killed_in_mid_copy, slot) == -signal.SIGKILL
+    page = read_page(Path(slot.page_path))
+    assert (page.state, page.seq, page.step) == (SlotState.WRITING, 2, 5)
+    assert lock_holder(Path(slot.lock_path)) is None
