@@ -7,7 +7,7 @@
     │   ├── SpecMismatchError           the job was started with another model or optimizer; the text is the diff
     │   ├── WorldMismatchError          the source was saved by another number of ranks
     │   ├── StateMismatchError          the checkpoint's names, shapes, dtypes or keys are not those of this trainer
-    │   └── UnsupportedLeafError        a value that can't be kept exactly; ``name`` says which
+    │   └── UnsupportedLeafError        a value that can't be kept exactly, by its name
     ├── SidecarUnavailableError      1: restore() found no sidecar, or it went away
     ├── RestoreError                 1: nothing could be restored, or restoring failed half way
     └── SupersededError              1: a later attempt was opened; this process must end
@@ -18,7 +18,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Iterator
-from typing import ClassVar
+from typing import ClassVar, Self
 
 
 class HookError(Exception):
@@ -48,9 +48,10 @@ class StateMismatchError(UsageError):
 class UnsupportedLeafError(UsageError):
     """A value in the state that can't be kept exactly."""
 
-    def __init__(self, name: str, reason: str) -> None:
-        super().__init__(f"{name}: {reason}")
-        self.name = name
+    @classmethod
+    def at(cls, name: str, reason: str) -> Self:
+        """Return the error for the value of that dotted name."""
+        return cls(f"{name}: {reason}")
 
 
 class SidecarUnavailableError(HookError):

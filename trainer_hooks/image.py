@@ -62,7 +62,7 @@ def check_tensor(name: str, tensor: torch.Tensor) -> None:
     """
     reason = _refusal(tensor)
     if reason:
-        raise UnsupportedLeafError(name, reason)
+        raise UnsupportedLeafError.at(name, reason)
 
 
 def _refusal(tensor: torch.Tensor) -> str:

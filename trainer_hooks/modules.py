@@ -103,7 +103,7 @@ class _Walk:
 
     def _note_parameter(self, name: str, parameter: Any, *, replicated: bool, ignored: frozenset[str]) -> None:  # noqa: ANN401 - a parameter of any class
         if isinstance(parameter, nn.UninitializedParameter):
-            raise UnsupportedLeafError(f"model.{name}", "has no values yet; run one forward pass before the hook")
+            raise UnsupportedLeafError.at(f"model.{name}", "has no values yet; run one forward pass before the hook")
         first = self._names.setdefault(id(parameter), name)
         if first != name:
             self.found.tied[name] = first

@@ -19,6 +19,7 @@ from toprope.trainer_hooks.errors import (
     SpecMismatchError,
     StateMismatchError,
     SupersededError,
+    UnsupportedLeafError,
     UsageError,
     WorldMismatchError,
 )
@@ -43,7 +44,7 @@ _BY_CODE: dict[str, type[HookError]] = {
     "unavailable": SidecarUnavailableError,
     "refused": UsageError,
 }
-_BY_NAME = {kind.__name__: kind for kind in (*_BY_CODE.values(), StateMismatchError)}
+_BY_NAME = {kind.__name__: kind for kind in (*_BY_CODE.values(), StateMismatchError, UnsupportedLeafError)}
 
 
 class _NextRound(Exception):  # noqa: N818 - not an error: the way to the next round

@@ -171,7 +171,9 @@ def _optimizer(
     for parameter, values in optimizer.state.items():
         name = names.get(id(parameter))
         if name is None:
-            raise UnsupportedLeafError("optimizer.state", f"has an entry for {parameter!r:.80}, which is no parameter")
+            raise UnsupportedLeafError.at(
+                "optimizer.state", f"has an entry for {parameter!r:.80}, which is no parameter"
+            )
         state[name] = keeper.encoder(owner_of.get(name)).encode(f"optimizer.state.{name}", values)
     return {"groups": groups, "state": state}
 
@@ -184,7 +186,7 @@ def _extra(extra: Stateful | MutableMapping[str, Any], keeper: _Keeper) -> dict[
     stateful: dict[str, Json] = {}
     for name, value in extra.items():
         if type(name) is not str:
-            raise UnsupportedLeafError(f"extra[{name!r}]", "the keys of extra must be text")
+            raise UnsupportedLeafError.at(f"extra[{name!r}]", "the keys of extra must be text")
         if isinstance(value, Stateful):
             stateful[name] = keeper.encoder().encode(f"extra.{name}", value.state_dict())
         else:

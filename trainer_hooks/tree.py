@@ -42,7 +42,7 @@ class Encoder:
             UnsupportedLeafError: it, or a value in it, can't be kept exactly.
         """
         if depth > MAX_DEPTH:
-            raise UnsupportedLeafError(name, f"nested deeper than {MAX_DEPTH} levels, or in itself")
+            raise UnsupportedLeafError.at(name, f"nested deeper than {MAX_DEPTH} levels, or in itself")
         kind = type(value)
         if value is None or kind in {bool, str}:
             return _checked_text(name, value)
@@ -96,7 +96,7 @@ def _checked_text(name: str, value: object) -> Json:
         try:
             value.encode()
         except UnicodeEncodeError as error:
-            raise UnsupportedLeafError(name, "text with a lone surrogate, which UTF-8 can't hold") from error
+            raise UnsupportedLeafError.at(name, "text with a lone surrogate, which UTF-8 can't hold") from error
     return value
 
 
@@ -115,7 +115,7 @@ def _factory_name(name: str, value: defaultdict[Any, Any]) -> str | None:
     for known, kind in _FACTORIES.items():
         if factory is kind:
             return known
-    raise UnsupportedLeafError(name, f"a defaultdict whose factory is not one of {', '.join(_FACTORIES)}")
+    raise UnsupportedLeafError.at(name, f"a defaultdict whose factory is not one of {', '.join(_FACTORIES)}")
 
 
 def _leaf(name: str, value: object) -> dict[str, Json]:
@@ -139,12 +139,12 @@ def _numpy_leaf(name: str, value: object) -> dict[str, Json]:
     if numpy is not None and isinstance(value, (numpy.ndarray, numpy.generic)):
         dtype = value.dtype
         if type(value) is not numpy.ndarray and not isinstance(value, numpy.generic):
-            raise UnsupportedLeafError(name, f"a {_full_name(value)}, a subclass of numpy.ndarray")
+            raise UnsupportedLeafError.at(name, f"a {_full_name(value)}, a subclass of numpy.ndarray")
         if dtype.kind not in "biufcSU" or dtype.metadata is not None:
-            raise UnsupportedLeafError(name, f"a NumPy value of dtype {dtype}; numbers, bool and text can be kept")
+            raise UnsupportedLeafError.at(name, f"a NumPy value of dtype {dtype}; numbers, bool and text can be kept")
         tag = "ndarray" if type(value) is numpy.ndarray else "numpy"
         return {_TAG: tag, "dtype": dtype.str, "shape": list(value.shape), "v": _base64(value.tobytes())}
-    raise UnsupportedLeafError(
+    raise UnsupportedLeafError.at(
         name,
         f"a {_full_name(value)} can't be kept exactly; keep it as None, bool, int, float, str, bytes, list, tuple, "
         "dict, set, deque, NumPy array or tensor, or give an object with state_dict() and load_state_dict()",

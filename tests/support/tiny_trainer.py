@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from torch import nn
 
-from toprope.trainer_hooks import rng
 from toprope.trainer_hooks.apply import Loaded, apply, check
 from toprope.trainer_hooks.image import Image, Target, plan_image, write_image
 from toprope.trainer_hooks.state import Parts, capture
@@ -71,7 +70,7 @@ class Tiny:
             "dataloader": self.data,
         }
 
-    def parts(self, **more: Any) -> Parts:
+    def parts(self, **more: Any) -> Parts:  # noqa: ANN401 - any further part
         return Parts(**self.named(), **more)
 
     def digest(self) -> str:
