@@ -272,7 +272,10 @@ class Core:
         if record is None or record.shard is None:
             return []
         if event.digest == record.shard.digest:
-            record.uses.pop(f"peer:{event.holder}", None)
+            # a holder takes the newest only: it will not come for an older one any more
+            for other in self.slots.of_rank(event.rank):
+                if other.shard is not None and other.shard <= record.shard:
+                    other.uses.pop(f"peer:{event.holder}", None)
             return []
         text = (
             f"rank {event.rank} step {event.step}: {event.holder} received digest {event.digest}, "
@@ -351,6 +354,10 @@ class Core:
             kept.add((attempt.source_attempt_uid, attempt.from_step))
         return frozenset(kept)
 
+    def _dropped(self) -> frozenset[tuple[str, int]]:
+        dropped = self.desired.dropped if self.desired is not None else ()
+        return frozenset((one.attempt_uid, one.step) for one in dropped) - self._kept()
+
     def _attempt_uid(self) -> str:
         attempt = self.desired.attempt if self.desired is not None else None
         return attempt.uid if attempt is not None else ""
@@ -368,7 +375,9 @@ class Core:
         attempt = desired.attempt
         if attempt is None:
             return effects
-        effects += self.peers.plan(owners, kept=kept, attempt=attempt.number, attempt_uid=uid, now_s=self.now_s)
+        effects += self.peers.plan(
+            owners, kept=kept, dropped=self._dropped(), attempt=attempt.number, attempt_uid=uid, now_s=self.now_s
+        )
         if attempt.phase == "applied":
             here = {place.rank for place in attempt.world if place.node == self.me.node}
             for rank in sorted(set(self.slots.ranks()) - here):
@@ -379,7 +388,11 @@ class Core:
     def _offer(self, desired: Desired) -> None:
         """Hold each newly hashed slot for those who are to copy it, until they have or their time is up."""
         holders = [place.holder for place in desired.placement if place.owner == self.me.node]
-        for record, _ in self.slots.hashed():
+        dropped = self._dropped()
+        for record, shard in self.slots.hashed():
+            if shard.of_step in dropped:
+                record.uses = {use: end for use, end in record.uses.items() if not use.startswith("peer:")}
+                continue
             mark = (record.rank, record.number, record.seq)
             if holders and mark not in self.offered:
                 self.offered = {other for other in self.offered if other[:2] != mark[:2]} | {mark}
@@ -450,7 +463,7 @@ class Core:
         if self.desired is not None:
             hashed = self.slots.hashed()
             awaited = self.tiers.awaited(hashed, self.desired.cadence, attempt_uid=self._attempt_uid())
-        needs = Needs(kept=self._kept(), attempt_uid=self._attempt_uid(), awaited=awaited)
+        needs = Needs(kept=self._kept(), attempt_uid=self._attempt_uid(), awaited=awaited, dropped=self._dropped())
         for connection in sorted(self.trainers):
             trainer = self.trainers[connection]
             if not self._may_save(trainer):

@@ -66,21 +66,34 @@ class PeerBook:
         self.spares[rank, number].held = None
 
     def plan(
-        self, owners: dict[str, str], *, kept: frozenset[tuple[str, int]], attempt: int, attempt_uid: str, now_s: float
+        self,
+        owners: dict[str, str],
+        *,
+        kept: frozenset[tuple[str, int]],
+        dropped: frozenset[tuple[str, int]],
+        attempt: int,
+        attempt_uid: str,
+        now_s: float,
     ) -> list[Effect]:
         """Pull the newest memory copy of each rank of each owner, given by node and url, one at a time for a rank."""
         effects: list[Effect] = []
         for node in sorted(set(owners) & set(self.owners)):
-            wanted = _newest(self.owners[node], kept=kept, attempt=attempt, attempt_uid=attempt_uid)
+            wanted = _newest(self.owners[node], kept=kept, dropped=dropped, attempt=attempt, attempt_uid=attempt_uid)
             for shard in wanted:
-                number = self._place_for(shard, kept=kept, attempt_uid=attempt_uid, now_s=now_s)
+                number = self._place_for(shard, kept=kept, dropped=dropped, attempt_uid=attempt_uid, now_s=now_s)
                 if number is not None:
                     self.spares[shard.rank, number] = Spare(pulling=shard)
                     effects.append(Pull(url=owners[node], shard=shard, spare=number))
         return effects
 
     def _place_for(
-        self, shard: Shard, *, kept: frozenset[tuple[str, int]], attempt_uid: str, now_s: float
+        self,
+        shard: Shard,
+        *,
+        kept: frozenset[tuple[str, int]],
+        dropped: frozenset[tuple[str, int]],
+        attempt_uid: str,
+        now_s: float,
     ) -> int | None:
         """Return the spare to pull into, or None: it is here, it is coming, or nothing may be overwritten."""
         spares = {number: self.spares.get((shard.rank, number), Spare()) for number in range(SPARES_PER_RANK)}
@@ -100,6 +113,7 @@ class PeerBook:
             and other.of_step not in kept
             and (
                 other.attempt_uid != attempt_uid
+                or other.of_step in dropped
                 or (newest_kept is not None and other < newest_kept)
                 or now_s - spares[number].held_at_s >= HOLD_S
             )
@@ -131,12 +145,19 @@ class PeerBook:
         return effects
 
 
-def _newest(inventory: Inventory, *, kept: frozenset[tuple[str, int]], attempt: int, attempt_uid: str) -> list[Shard]:
+def _newest(
+    inventory: Inventory,
+    *,
+    kept: frozenset[tuple[str, int]],
+    dropped: frozenset[tuple[str, int]],
+    attempt: int,
+    attempt_uid: str,
+) -> list[Shard]:
     """Return the newest memory copy of each rank that is of this attempt or kept, and of no attempt after it."""
     newest: dict[int, Shard] = {}
     for copy in inventory.copies:
         current = copy.attempt_uid == attempt_uid or (copy.attempt_uid, copy.step) in kept
-        if copy.tier != "memory" or not current or copy.attempt > attempt:
+        if copy.tier != "memory" or not current or copy.attempt > attempt or (copy.attempt_uid, copy.step) in dropped:
             continue
         shard = shard_of_copy(copy)
         if copy.rank not in newest or newest[copy.rank] < shard:

@@ -335,7 +335,7 @@ class Sidecar:
 
     async def _fetch(self) -> None:
         with self._asking():
-            self.take_desired(await self._parts.ports.coordinator.get_desired())
+            self.take_desired(await self._parts.ports.coordinator.get_desired(newer_than=None))
 
     @contextlib.contextmanager
     def _asking(self) -> Iterator[None]:
@@ -383,13 +383,41 @@ class Sidecar:
                 await asyncio.sleep(WATCH_RETRY_S)
 
     async def report(self) -> None:
-        """Tell the coordinator by HTTP what the broker has not taken within a second, and hear its document so."""
+        """Tell the coordinator by HTTP what no broker takes: at once without one, after a second with a slow one."""
+        broker, reported = self._parts.ports.broker, 0
         while True:
-            await asyncio.sleep(HTTP_REPORT_EVERY_S)
-            newest = self.newest_inventory()
-            if newest is not None and newest.version != self._broker_version:
-                with self._asking():
-                    self.take_desired(await self._parts.ports.coordinator.put_inventory(newest))
+            changed, newest = self._changed, self.newest_inventory()
+            if newest is None or newest.version in {reported, self._broker_version}:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(HTTP_REPORT_EVERY_S):
+                        await changed.wait()
+                reported = reported if broker.connected() else 0
+                continue
+            if broker.connected():
+                await asyncio.sleep(HTTP_REPORT_AFTER_S)
+                if self._broker_version >= newest.version:
+                    continue
+            with self._asking():
+                self.take_desired(await self._parts.ports.coordinator.put_inventory(newest))
+                reported = newest.version
+            if reported != newest.version:
+                await asyncio.sleep(WATCH_RETRY_S)
+
+    async def watch_desired(self) -> None:
+        """Hear the coordinator's document by HTTP for as long as no broker brings it."""
+        while True:
+            if self._parts.ports.broker.connected():
+                await asyncio.sleep(HTTP_REPORT_AFTER_S)
+                continue
+            before = self._parts.core.desired
+            with self._asking():
+                self.take_desired(await self._parts.ports.coordinator.get_desired(newer_than=before))
+            if self._parts.core.desired is before:
+                await asyncio.sleep(WATCH_RETRY_S)
+
+    def endless(self) -> tuple[Coroutine[Any, Any, None], ...]:
+        """Return the work that goes on until the end."""
+        return self.tick(), self.publish(), self.report(), self.watch_desired()
 
     async def tick(self) -> None:
         """Let time pass in the core."""

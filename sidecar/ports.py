@@ -116,8 +116,8 @@ class CoordinatorPort(Protocol):
             CoordinatorError: none answered.
         """
 
-    async def get_desired(self) -> Desired:
-        """Return its document.
+    async def get_desired(self, *, newer_than: Desired | None) -> Desired:
+        """Return its document, as soon as it is newer than one that is known or a while has passed.
 
         Raises:
             CoordinatorError: none answered.
@@ -140,6 +140,11 @@ class BrokerPort(Protocol):
 
     async def publish_inventory(self, inventory: Inventory) -> bool:
         """Publish the document; say whether the broker has acknowledged it."""
+        ...
+
+    def connected(self) -> bool:
+        """Say whether there is a connection right now."""
+        ...
 
 
 @dataclass(slots=True, kw_only=True)

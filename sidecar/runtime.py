@@ -134,7 +134,7 @@ async def _serve(config: SidecarConfig, ground: Ground, wrap: Wrap) -> None:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, sidecar.stop.set)
-        running = [tasks.create_task(work) for work in (sidecar.tick(), sidecar.publish(), sidecar.report())]
+        running = [tasks.create_task(work) for work in sidecar.endless()]
         if isinstance(broker, MqttBroker):
             running.append(tasks.create_task(broker.run()))
         _tell_ready(config, ground)

@@ -63,10 +63,14 @@ class Grantee:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Needs:
-    """What slots are needed for: steps that must stay, the attempt that trains, shards that a slower tier awaits."""
+    """What slots are needed for: steps that must stay, the attempt that trains, shards that a slower tier awaits.
+
+    ``dropped``: steps that can't become complete.
+    """
 
     kept: frozenset[tuple[str, int]]
     attempt_uid: str
+    dropped: frozenset[tuple[str, int]] = frozenset()
     awaited: frozenset[Shard] = frozenset()
 
 
@@ -138,11 +142,16 @@ class SlotBook:
                 return [] if sight.lock_held else self._torn(record, page)
 
     def _reconcile(self, record: SlotRecord, sight: SlotSight, *, connected: frozenset[int]) -> list[Effect]:
-        """Follow the page of a granted slot once the connection over which it was granted is gone."""
-        if record.phase is not Phase.GRANTED or record.connection in connected:
-            return []
+        """Follow the page of a granted slot once the connection over which it was granted is gone, or its owner is.
+
+        Whoever writes holds the lock, so a snapshot that was begun and has no lock has lost its writer, although a
+        forked child may keep the connection open.
+        """
         page = sight.page
         begun = page.seq == record.seq and page.state is not SlotState.EMPTY
+        lost = record.connection not in connected or (begun and not sight.lock_held)
+        if record.phase is not Phase.GRANTED or not lost:
+            return []
         if begun and page.state is SlotState.SEALED:
             record.phase = Phase.SEALED
             return [HashSlot(rank=record.rank, slot=record.number, seq=record.seq)]
@@ -242,7 +251,7 @@ class SlotBook:
         """Lend the trainer each free slot; if it then has none at all, free one for it."""
         wanted = self.wanted_bytes.get(to.rank, 0)
         records = [record for record in self.of_rank(to.rank) if record.capacity >= wanted]
-        free = [r for r in records if r.phase is Phase.FREE and not (r.lock_held and r.launch_id != to.launch_id)]
+        free = [record for record in records if _is_free_for(record, to)]
         if not free and not any(record.phase is Phase.GRANTED for record in records):
             victim = _victim(records, needs=needs, launch_id=to.launch_id, now_s=now_s)
             free = [victim] if victim is not None else []
@@ -305,9 +314,18 @@ def _victim(records: Iterable[SlotRecord], *, needs: Needs, launch_id: str, now_
         for record, shard in idle
         if shard.attempt_uid != needs.attempt_uid
         or (newest_kept is not None and shard < newest_kept)
+        or shard.of_step in needs.dropped
         or (shard != newest and now_s - record.hashed_at_s >= HOLD_S)
     ]
     return min(over, key=lambda pair: (pair[0] in needs.awaited, pair[0]))[1] if over else None
+
+
+def _is_free_for(record: SlotRecord, to: Grantee) -> bool:
+    """Say whether a slot may be lent: nobody else can write into it, and a superseded process has not begun to."""
+    theirs = record.launch_id != to.launch_id
+    return not (theirs and record.lock_held) and (
+        record.phase is Phase.FREE or (theirs and record.phase is Phase.GRANTED)
+    )
 
 
 def _skip_of(shard: Shard, reason: str) -> Skip:

@@ -55,6 +55,10 @@ class MqttBroker:
             return False
         return True
 
+    def connected(self) -> bool:
+        """Say whether there is a connection right now."""
+        return self._client is not None
+
     async def run(self) -> None:
         """Connect, serve, and connect again, until cancelled."""
         failures = 0
@@ -116,4 +120,8 @@ class NoBroker:
 
     async def publish_inventory(self, inventory: Inventory) -> bool:  # noqa: ARG002 - the port's signature
         """Publish nothing."""
+        return False
+
+    def connected(self) -> bool:
+        """Say that there is none."""
         return False

@@ -24,6 +24,7 @@ from toprope.sidecar.ports import CoordinatorError, said
 CONNECT_TIMEOUT_S = 2.0
 REQUEST_TIMEOUT_S = 10.0
 OPEN_TIMEOUT_S = 60.0
+WATCH_S = 10.0
 
 
 class HttpCoordinator:
@@ -43,9 +44,13 @@ class HttpCoordinator:
         body = await self._ask("PUT", path, body=encode(inventory), timeout_s=REQUEST_TIMEOUT_S)
         return _decoded(body, Desired)
 
-    async def get_desired(self) -> Desired:
-        """Return its document."""
-        return _decoded(await self._ask("GET", "/v1/desired", body=None, timeout_s=REQUEST_TIMEOUT_S), Desired)
+    async def get_desired(self, *, newer_than: Desired | None) -> Desired:
+        """Return its document, as soon as it is newer than one that is known or a while has passed."""
+        path, timeout_s = "/v1/desired", REQUEST_TIMEOUT_S
+        if newer_than is not None:
+            path += f"?after={newer_than.term}.{newer_than.version}&wait_s={WATCH_S:g}"
+            timeout_s += WATCH_S
+        return _decoded(await self._ask("GET", path, body=None, timeout_s=timeout_s), Desired)
 
     async def open_attempt(self, request: OpenRequest) -> OpenAnswer:
         """Ask for an attempt."""

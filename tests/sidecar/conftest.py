@@ -10,6 +10,14 @@ import pytest
 from tests.support.coordinator_stub import CoordinatorStub, coordinator_stub
 from tests.support.sidecar_node import MakeNode, Node
 
+from toprope.chaos.live.forking import ForkedServices, ForkServer
+
+
+@pytest.fixture(scope="session")
+def sidecars() -> Iterator[ForkedServices]:
+    with ForkServer("toprope.sidecar.cli", "toprope.chaos.killpoints") as server:
+        yield ForkedServices(server)
+
 
 @pytest.fixture
 def stub() -> Iterator[CoordinatorStub]:
@@ -18,17 +26,17 @@ def stub() -> Iterator[CoordinatorStub]:
 
 
 @pytest.fixture
-def nodes(tmp_path: Path, memory_dir: Path, stub: CoordinatorStub) -> Iterator[MakeNode]:
+def nodes(tmp_path: Path, memory_dir: Path, stub: CoordinatorStub, sidecars: ForkedServices) -> Iterator[MakeNode]:
     """Return a function that makes a node; each that still runs is ended."""
     made: list[Node] = []
 
     def make(name: str = "a") -> Node:
-        made.append(Node(name, tmp_path, memory_dir, stub))
+        made.append(Node(name, tmp_path, memory_dir, stub, sidecars))
         return made[-1]
 
     yield make
     for node in made:
         if node.process is not None:
-            node.stop()
+            node.process.kill()
         if node.log.exists():
             sys.stderr.write(f"--- log of {node.name}\n{node.log.read_text()}")

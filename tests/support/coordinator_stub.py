@@ -48,12 +48,21 @@ class CoordinatorStub:
         self.opens: list[OpenRequest] = []
         self._heard = threading.Condition()
         self.url = ""
+        self.away = False
+        """Answer nothing but 503."""
 
     def change(self, **changes: object) -> Desired:
         """Change some fields and raise the version."""
-        version = self.desired.version + 1
-        self.desired = msgspec.structs.replace(self.desired, **changes, version=version)
+        with self._heard:
+            version = self.desired.version + 1
+            self.desired = msgspec.structs.replace(self.desired, **changes, version=version)
+            self._heard.notify_all()
         return self.desired
+
+    def changed(self, after: int) -> bool:
+        """Wait a little for a version after this one."""
+        with self._heard:
+            return self._heard.wait_for(lambda: self.desired.version > after, 1.0)
 
     def attempt(
         self, number: int, launch_id: str, nodes: dict[int, str], *, phase: str = "opened", **changes: object
@@ -154,7 +163,7 @@ def _handler(stub: CoordinatorStub) -> type[BaseHTTPRequestHandler]:
             return self.rfile.read(int(self.headers["Content-Length"]))
 
         def _answer(self, body: bytes) -> None:
-            self.send_response(200)
+            self.send_response(503 if stub.away else 200)
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()
             self.wfile.write(body)

@@ -56,6 +56,7 @@ class ScriptedTrainer:
         self.path, self.rank, self.world, self.launch_id = path, rank, world, launch_id
         self.attempt, self.attempt_uid = 0, ""
         self.payload = 4096
+        self.socket = socket.socket(socket.AF_UNIX)
         self.locks: dict[str, int] = {}
         self.granted: list[wire.Slot] = []
         self.frames: list[wire.Frame] = []
@@ -70,6 +71,7 @@ class ScriptedTrainer:
     def connect(self) -> None:
         """Connect and say hello."""
         self.granted.clear()
+        self.socket.close()
         self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self.socket.settimeout(PATIENCE_S)
         self.socket.connect(str(self.path))

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import signal
-import subprocess
-import sys
 import threading
+import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeAlias
@@ -14,17 +12,21 @@ from typing import TypeAlias
 import pytest
 from tests.support.coordinator_stub import CoordinatorStub
 
+from toprope.chaos.live.cluster import Launch
+from toprope.chaos.live.processes import Running
+from toprope.coordinator.wire import MAX_INVENTORY_BYTES, Inventory, decode
+
 PATIENCE_S = 30.0
 
 
 class Node:
     """One node: its directories, and its sidecar while that lives."""
 
-    def __init__(self, name: str, base: Path, memory: Path, stub: CoordinatorStub) -> None:
-        self.name, self.stub = name, stub
+    def __init__(self, name: str, base: Path, memory: Path, stub: CoordinatorStub, launch: Launch) -> None:
+        self.name, self.stub, self.launch = name, stub, launch
         self.memory, self.local, self.store = memory / name, base / name / "local", base / "store"
         self.socket, self.ready, self.log = memory / f"{name}.sock", base / f"{name}.ready", base / f"{name}.log"
-        self.process: subprocess.Popen[bytes] | None = None
+        self.process: Running | None = None
         self.url = ""
 
     def arguments(self) -> list[str]:
@@ -36,38 +38,50 @@ class Node:
 
     def start(self, *more: str) -> None:
         """Start the sidecar and wait until it serves."""
-        self.ready.unlink(missing_ok=True)
-        with self.log.open("ab") as log:
-            self.process = subprocess.Popen([*ckpt_sidecar(), *self.arguments(), *more], stdout=log, stderr=log)
-        wait_for_file(self.ready, self.process, self.log)
-        self.url = json.loads(self.ready.read_text())["url"]
+        self.begin(*more)
+        pause = threading.Event()
+        for _ in range(int(PATIENCE_S / 0.01)):
+            if self.ready.exists():
+                self.url = json.loads(self.ready.read_text())["url"]
+                return
+            assert self.process is not None
+            assert self.process.status() is None, f"the sidecar has ended: {self.log.read_text()}"
+            pause.wait(0.01)
+        pytest.fail(f"the sidecar does not serve: {self.log.read_text()}")
 
-    def stop(self, number: int = signal.SIGTERM) -> int:
-        """End the sidecar and return its exit status."""
+    def begin(self, *more: str) -> None:
+        """Start the sidecar."""
+        self.ready.unlink(missing_ok=True)
+        words = ["sidecar", *self.arguments(), *more]
+        self.process = self.launch(self.name, words, log=self.log, env={})
+
+    def stop(self) -> int:
+        """Ask the sidecar to end, and return its exit status."""
         assert self.process is not None
-        self.process.send_signal(number)
-        status = self.process.wait(PATIENCE_S)
-        self.process = None
-        self.stub.inventories.pop(self.name, None)
+        status = self.process.stop()
+        self._ended()
         return status
 
     def kill(self) -> None:
         """Kill the sidecar."""
-        assert self.stop(signal.SIGKILL) == -signal.SIGKILL
+        assert self.process is not None
+        assert self.process.kill().status == -9
+        self._ended()
 
+    def _ended(self) -> None:
+        self.process = None
+        self.stub.inventories.pop(self.name, None)
 
-def ckpt_sidecar() -> list[str]:
-    return [sys.executable, "-m", "toprope", "sidecar"]
-
-
-def wait_for_file(path: Path, process: subprocess.Popen[bytes], log: Path) -> None:
-    pause = threading.Event()
-    for _ in range(int(PATIENCE_S / 0.02)):
-        if path.exists():
-            return
-        assert process.poll() is None, f"the sidecar ended with {process.returncode}: {log.read_text()}"
-        pause.wait(0.02)
-    pytest.fail(f"the sidecar does not serve: {log.read_text()}")
+    def wait_copy(self, tier: str, step: int) -> None:
+        """Wait until this sidecar itself says that it holds a copy."""
+        after = 0
+        while True:
+            with urllib.request.urlopen(f"{self.url}/v1/inventory?after={after}&wait_s=10", timeout=20) as response:
+                inventory = decode(response.read(), Inventory, limit=MAX_INVENTORY_BYTES)
+            if any((copy.tier, copy.step) == (tier, step) for copy in inventory.copies):
+                return
+            assert inventory.version != after, f"no {tier} copy of step {step} in {inventory}"
+            after = inventory.version
 
 
 MakeNode: TypeAlias = Callable[..., Node]
