@@ -19,7 +19,7 @@ from toprope.store import shard
 from toprope.store.digest import digest
 from toprope.store.errors import CorruptObjectError
 from toprope.store.names import Key
-from toprope.store.shard import hash_image, identity_of, index_of, parse_header
+from toprope.store.shard import hash_image, header_length, identity_of, index_of, parse_header
 
 GOOD = shard_image(step=7, rank=1)
 KEY = Key("job/shards/x.safetensors")
@@ -133,6 +133,16 @@ HOSTILE: dict[str, bytes] = {
 def test_a_hostile_header_is_refused(what: str) -> None:
     with pytest.raises(CorruptObjectError, match="image: not a shard image"):
         parsed(HOSTILE[what])
+
+
+def test_a_limit_is_named_before_anything_of_that_size_is_read() -> None:
+    first = struct.pack("<Q", shard.MAX_HEADER_BYTES + 1)
+    with pytest.raises(CorruptObjectError, match=r"a header of 16777217 bytes; at most 16777216"):
+        header_length(first, size=2**40, name="image")
+    with pytest.raises(CorruptObjectError, match="65537 tensors; at most 65536"):
+        parsed(HOSTILE["too many tensors"])
+    with pytest.raises(CorruptObjectError, match="a name occurs twice"):
+        parsed(HOSTILE["a name twice"])
 
 
 def test_a_header_that_is_cut_off_is_refused() -> None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import msgspec
 import pytest
 from tests.support.fake_store import FakeStore
 from tests.support.stores import JobBuilder, small_store
 
-from toprope.store import digest, shard
+from toprope.store import checkpoint, digest, shard
 from toprope.store.errors import NothingToVerifyError, UnavailableError
 from toprope.store.log import read_log
+from toprope.store.manifest import Index, Manifest
 from toprope.store.names import Key
 from toprope.store.records import Retire
 from toprope.store.show import named_objects, read_job, xxhsum_lines
@@ -160,3 +164,93 @@ def test_the_plan_leaves_out_what_is_retired() -> None:
         plan(builder.log.state, step=10)
     with pytest.raises(NothingToVerifyError, match="nothing to verify"):
         plan(JobBuilder(FakeStore()).begin().log.state)
+
+
+def changed_manifest(change: dict[str, object]) -> Callable[[Manifest], Manifest]:
+    return lambda manifest: msgspec.structs.replace(manifest, **change)
+
+
+LYING_MANIFESTS: dict[str, tuple[Callable[[Manifest], Manifest], str]] = {
+    "another step": (changed_manifest({"step": 11}), "but READY 4 is"),
+    "another job": (changed_manifest({"job_uid": "0c" * 16}), "but READY 4 is"),
+    "another attempt": (changed_manifest({"attempt_uid": "0c" * 16}), "but READY 4 is"),
+    "a rank too few": (
+        lambda manifest: msgspec.structs.replace(manifest, shards=manifest.shards[:1]),
+        "does not name each of the 2 ranks",
+    ),
+    "a rank twice": (
+        lambda manifest: msgspec.structs.replace(manifest, shards=manifest.shards[:1] * 2),
+        "does not name each of the 2 ranks",
+    ),
+    "other sizes": (
+        lambda manifest: msgspec.structs.replace(
+            manifest, shards=(msgspec.structs.replace(manifest.shards[0], bytes=1), manifest.shards[1])
+        ),
+        "do not add up",
+    ),
+    "an index elsewhere": (
+        lambda manifest: msgspec.structs.replace(
+            manifest,
+            shards=(msgspec.structs.replace(manifest.shards[0], index_key="../../etc/passwd"), manifest.shards[1]),
+        ),
+        "the manifest names '../../etc/passwd' instead",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", LYING_MANIFESTS)
+def test_a_manifest_that_lies_under_its_true_hash_is_found(what: str) -> None:
+    change, text = LYING_MANIFESTS[what]
+    builder = JobBuilder(FakeStore()).begin()
+    seq = builder.checkpoint(10, change_manifest=change)
+    damages = verify_checkpoint(builder.store, builder.log.state, seq).damages
+    assert text in damages[0].what
+
+
+def with_file(**change: object) -> Callable[[Index], Index]:
+    return lambda index: msgspec.structs.replace(index, files=(msgspec.structs.replace(index.files[0], **change),))
+
+
+def with_tensor(**change: object) -> Callable[[Index], Index]:
+    return lambda index: msgspec.structs.replace(
+        index, tensors=(msgspec.structs.replace(index.tensors[0], **change), *index.tensors[1:])
+    )
+
+
+LYING_INDEXES: dict[str, tuple[Callable[[Index], Index], str]] = {
+    "another rank": (lambda index: msgspec.structs.replace(index, rank=1 - index.rank), "expected"),
+    "another step": (lambda index: msgspec.structs.replace(index, step=11), "expected"),
+    "two files": (lambda index: msgspec.structs.replace(index, files=index.files * 2), "it names 2 files"),
+    "no file": (lambda index: msgspec.structs.replace(index, files=()), "it names 0 files"),
+    "a tensor of another file": (with_tensor(file=1), "this version reads one"),
+    "a file elsewhere": (with_file(key="job/log/00000000000000000000.json"), "not one of that rank and step"),
+    "a file outside": (with_file(key="job/shards/../../x.safetensors"), "not one of that rank and step"),
+    "another size": (with_file(bytes=5), "another size or digest"),
+    "another digest": (with_file(digest="0" * 32), "another size or digest"),
+    "a tensor past the end": (with_tensor(end=10**9), "does not lie inside"),
+    "a tensor backwards": (with_tensor(end=8), "does not lie inside"),
+    "another name": (with_tensor(name="model.other"), "different tensors"),
+    "another shape": (with_tensor(shape=(1, 3)), "different tensors"),
+    "a tensor left out": (
+        lambda index: msgspec.structs.replace(index, tensors=index.tensors[1:]),
+        "different tensors",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", LYING_INDEXES)
+def test_an_index_that_lies_under_its_true_hash_is_found(what: str) -> None:
+    change, text = LYING_INDEXES[what]
+    builder = JobBuilder(FakeStore()).begin()
+    seq = builder.checkpoint(10, change_index=change)
+    damages = verify_checkpoint(builder.store, builder.log.state, seq).damages
+    assert text in damages[0].what
+    assert [damage.rank for damage in damages] == [0, 1]
+
+
+def test_objects_over_their_limit_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    builder = small_store(FakeStore(), steps=(10,))
+    monkeypatch.setattr(checkpoint, "MAX_INDEX_BYTES", 100)
+    assert "at most 100" in verify_checkpoint(builder.store, builder.log.state, 4).damages[0].what
+    monkeypatch.setattr(checkpoint, "MAX_MANIFEST_BYTES", 99)
+    assert "at most 99" in verify_checkpoint(builder.store, builder.log.state, 4).damages[0].what

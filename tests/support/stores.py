@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import json
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from tests.support.logs import JOB_UID, LogWriter, attempt, job, ready, uid
 
 from toprope.store.errors import AlreadyExistsError
-from toprope.store.manifest import Manifest, Shard, encode, sha256
+from toprope.store.manifest import Index, Manifest, Shard, encode, sha256
 from toprope.store.names import Key, facts_key, index_key, manifest_key, shard_key
 from toprope.store.objects.protocol import ObjectStore
 from toprope.store.records import AttemptFacts, Elected, Held, Member
@@ -88,13 +89,22 @@ class JobBuilder:
         self.log.add(opened)
         return self
 
-    def checkpoint(self, step: int) -> int:
-        """Write the shards, the indexes and the manifest of a step, append READY, and return its number."""
+    def checkpoint(
+        self,
+        step: int,
+        *,
+        change_manifest: Callable[[Manifest], Manifest] = lambda manifest: manifest,
+        change_index: Callable[[Index], Index] = lambda index: index,
+    ) -> int:
+        """Write the shards, the indexes and the manifest of a step, append READY, and return its number.
+
+        The changes are what a writer with a bug, or a hostile one, would have written and named by its true hash.
+        """
         state = self.log.state
         current = state.attempt
         assert current is not None
-        shards = tuple(self.put_shard(step=step, rank=rank) for rank in range(self.world))
-        manifest = Manifest(
+        shards = tuple(self.put_shard(step=step, rank=rank, change=change_index) for rank in range(self.world))
+        honest = Manifest(
             job=self.name,
             job_uid=state.job_uid,
             attempt=current.attempt,
@@ -104,13 +114,13 @@ class JobBuilder:
             spec_sha256=current.spec_sha256,
             shards=shards,
         )
-        body = encode(manifest)
+        body = encode(change_manifest(honest))
         total = sum(shard.bytes for shard in shards)
         digest = sha256(body)
         self.store.create(manifest_key(self.name, attempt=current.attempt, step=step, sha256=digest), body)
         return self.log.add(ready(step, number=current.attempt, parent=state.head, manifest=digest, size_bytes=total))
 
-    def put_shard(self, *, step: int, rank: int) -> Shard:
+    def put_shard(self, *, step: int, rank: int, change: Callable[[Index], Index] = lambda index: index) -> Shard:
         """Write the shard image and the index of a rank, and return its line in the manifest."""
         number = self.log.state.attempt_number
         image = shard_image(step=step, rank=rank, world=self.world, number=number, job_uid=self.log.state.job_uid)
@@ -119,7 +129,7 @@ class JobBuilder:
         )
         self.store.create(key, image)
         index = index_of(hash_image(memoryview(image), name=key), key=key)
-        body = encode(index)
+        body = encode(change(index))
         named = index_key(self.name, attempt=number, step=step, rank=rank, world=self.world, sha256=sha256(body))
         self.store.create(named, body)
         return Shard(
