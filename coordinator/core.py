@@ -516,6 +516,7 @@ class Core:
             attempt=self._view(),
             placement=places,
             keep=keep,
+            dropped=self._dropped(),
             read_backs=tuple(task for task in self._tasks(now_s) if task.node != HERE),
             protected_step=protected_step,
             ready_step=self.journal.ready_step,
@@ -583,6 +584,13 @@ class Core:
             can_protect=can_protect,
         )
         return self._keep, safety.protected_step
+
+    def _dropped(self) -> tuple[Kept, ...]:
+        """Return the steps of the current attempt that no one need keep waiting for."""
+        attempt, safety = self.journal.state.attempt, self.safety()
+        if attempt is None or safety is None:
+            return ()
+        return tuple(Kept(attempt_uid=attempt.uid, step=step) for step in safety.hopeless)
 
     def _view(self) -> AttemptView | None:
         attempt, facts = self.journal.state.attempt, self.journal.facts

@@ -18,12 +18,16 @@ from toprope.coordinator.wire import Kept, Tier
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Safety:
-    """For one attempt: the newest protected step and the newest step at hand (0: none), and each rank's steps."""
+    """For one attempt: the newest protected step and the newest step at hand (0: none), and each rank's steps.
+
+    ``hopeless``: steps of which some rank's shard is in memory, and another's is nowhere and never will be.
+    """
 
     protected_step: int
     at_hand_step: int
     newest: dict[int, dict[Tier, int]]
     at_hand: frozenset[int]
+    hopeless: tuple[int, ...] = ()
 
 
 def assess(nodes: Sequence[Node], *, attempt_uid: str, world: int) -> Safety:
@@ -31,10 +35,12 @@ def assess(nodes: Sequence[Node], *, attempt_uid: str, world: int) -> Safety:
     memory: dict[tuple[int, int], list[tuple[Node, str]]] = defaultdict(list)
     peer: dict[tuple[int, int], list[tuple[Node, str]]] = defaultdict(list)
     newest: dict[int, dict[Tier, int]] = {rank: {} for rank in range(world)}
+    held: set[tuple[int, int]] = set()
     for node in nodes:
         for copy in node.copies(attempt_uid):
             if copy.world != world or copy.rank not in newest:
                 continue
+            held.add((copy.step, copy.rank))
             newest[copy.rank][copy.tier] = max(copy.step, newest[copy.rank].get(copy.tier, 0))
             if copy.tier == "memory":
                 memory[copy.step, copy.rank].append((node, copy.digest))
@@ -43,11 +49,19 @@ def assess(nodes: Sequence[Node], *, attempt_uid: str, world: int) -> Safety:
     steps = sorted({step for step, _ in (*memory, *peer)})
     protected = [s for s in steps if all(_guarded(memory[s, r], peer[s, r]) for r in range(world))]
     at_hand = [s for s in steps if all(_agreed(memory[s, r], peer[s, r]) for r in range(world))]
+    skipped = {(s.step, s.rank) for node in nodes for s in node.inventory.skipped if s.attempt_uid == attempt_uid}
+
+    def will_never_be(step: int, rank: int) -> bool:
+        # a trainer snapshots in order; a skip of which no frame came shows by a later snapshot
+        gone_on = newest[rank].get("memory", 0) > step
+        return (step, rank) not in held and ((step, rank) in skipped or gone_on)
+
     return Safety(
         protected_step=max(protected, default=0),
         at_hand_step=max(at_hand, default=0),
         newest=newest,
         at_hand=frozenset(at_hand),
+        hopeless=tuple(s for s in steps if any(will_never_be(s, rank) for rank in range(world))),
     )
 
 

@@ -222,6 +222,8 @@ class Desired(_Document, frozen=True, kw_only=True):
     attempt: AttemptView | None = None
     placement: tuple[Placement, ...] = ()
     keep: tuple[Kept, ...] = ()
+    dropped: tuple[Kept, ...] = ()
+    """Steps that can't become complete, since a rank has none of them: nothing need wait for their copies."""
     read_backs: tuple[ReadBackTask, ...] = ()
     protected_step: int = 0
     ready_step: int = 0

@@ -88,6 +88,7 @@ class FakeNode:
     incarnation: str = ""
     domain: dict[str, str] = field(default_factory=dict)
     up: bool = True
+    url: str = ""
     version: int = 0
     ranks: dict[int, RankState] = field(default_factory=dict)
     copies: list[Copy] = field(default_factory=list)
@@ -105,7 +106,7 @@ class FakeNode:
             boot_id=self.boot_id,
             incarnation=self.incarnation,
             version=self.version,
-            url=f"http://{self.name}",
+            url=self.url or f"http://{self.name}",
             domain=self.domain,
             ranks=tuple(rank for _, rank in sorted(self.ranks.items())),
             copies=tuple(self.copies),
