@@ -538,12 +538,12 @@ class Core:
         effects: list[Effect] = []
         for owner in sorted({*plan.unmet, *self.unmet}):
             reason = plan.unmet.get(owner)
-            text = (
-                f"copies of node {owner} are placed"
-                if reason is None
-                else f"copies of node {owner} are not safe: {reason}"
-            )
-            effects += self._say("info" if reason is None else "warning", f"place {owner}", text)
+            if reason is not None:
+                text = f"snapshots of node {owner} are not safe from its loss: {reason}"
+                effects += self._say("warning", f"place {owner}", text)
+            elif owner in plan.holders:
+                text = f"snapshots of node {owner} are copied to node {plan.holders[owner]}"
+                effects += self._say("info", f"place {owner}", text)
         self._holders, self.unmet = plan.holders, plan.unmet
         urls = {site.node: site.url for site in sites}
         return effects, tuple(

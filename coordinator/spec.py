@@ -37,7 +37,7 @@ def diff(old: object, new: object) -> str:
 
 
 def _leaves(value: object, path: str) -> list[tuple[str, str]]:
-    if isinstance(value, dict) and value:
+    if isinstance(value, dict) and (value or not path):
         return [leaf for key in sorted(value) for leaf in _leaves(value[key], f"{path}.{key}" if path else str(key))]
     if isinstance(value, list | tuple) and any(isinstance(item, dict | list | tuple) for item in value):
         return [leaf for at, item in enumerate(value) for leaf in _leaves(item, f"{path}[{at}]")]

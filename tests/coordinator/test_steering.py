@@ -12,7 +12,7 @@ from tests.support.reigns import FakeNode, Reign, copy_of, training, two_nodes
 
 from toprope.coordinator.effects import Commit
 from toprope.coordinator.events import CommitFailed, Connected, Heard, Hinted, SeenDesired
-from toprope.coordinator.wire import Desired, Inventory, Kept, Presence, ReadBack, ReadBackTask
+from toprope.coordinator.wire import Desired, Inventory, Kept, Presence, ReadBack, ReadBackTask, Skip
 from toprope.store.records import Taint
 
 
@@ -527,3 +527,20 @@ def act(reign: Reign, step: str) -> None:
             reign.read_back()
         case _:
             reign.wait(1)
+
+
+def test_a_step_that_a_rank_skipped_is_dropped_by_the_others_at_once() -> None:
+    reign = training()
+    reign.hold(2, ranks=(0,))
+    assert not reign.desired.dropped
+    reign.nodes["b"].skipped = [Skip(attempt_uid=uid(reign), step=2, rank=1, reason="no free slot")]
+    reign.hear("b")
+    assert reign.desired.dropped == (Kept(attempt_uid=uid(reign), step=2),)
+
+
+def test_a_step_that_a_rank_holds_in_some_tier_is_not_dropped_although_it_has_gone_on() -> None:
+    reign = training()
+    reign.hold(8, ranks=(0,))
+    reign.hold(8, tiers=("object",), ranks=(1,))
+    reign.hold(10, ranks=(1,))
+    assert reign.desired.dropped == ()

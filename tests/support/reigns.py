@@ -42,6 +42,7 @@ from toprope.coordinator.wire import (
     RankState,
     RankVerdict,
     ReadBack,
+    Skip,
     Tier,
 )
 from toprope.store import manifest
@@ -92,6 +93,7 @@ class FakeNode:
     version: int = 0
     ranks: dict[int, RankState] = field(default_factory=dict)
     copies: list[Copy] = field(default_factory=list)
+    skipped: list[Skip] = field(default_factory=list)
     read_backs: list[ReadBack] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -110,6 +112,7 @@ class FakeNode:
             domain=self.domain,
             ranks=tuple(rank for _, rank in sorted(self.ranks.items())),
             copies=tuple(self.copies),
+            skipped=tuple(self.skipped),
             read_backs=tuple(self.read_backs),
         )
 
