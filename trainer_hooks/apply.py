@@ -13,7 +13,7 @@ from toprope.trainer_hooks import rng
 from toprope.trainer_hooks.errors import StateMismatchError, WorldMismatchError
 from toprope.trainer_hooks.image import Image
 from toprope.trainer_hooks.modules import ModelState, model_state, optimizer_names
-from toprope.trainer_hooks.state import FORMAT, Parts, Stateful, devices_of
+from toprope.trainer_hooks.state import FORMAT, Parts, Stateful, as_stateful, devices_of
 from toprope.trainer_hooks.tree import Decoder, Json
 
 _MAX_NAMED = 20
@@ -146,7 +146,7 @@ def _extra_problems(loaded: Loaded) -> Iterable[str]:
     if isinstance(extra, MutableMapping) != ("plain" in saved):
         yield "extra: a dict in one of checkpoint and trainer, an object with state_dict() in the other"
     elif isinstance(extra, MutableMapping):
-        stateful = {name for name, value in extra.items() if isinstance(value, Stateful)}
+        stateful = {name for name, value in extra.items() if as_stateful(value) is not None}
         yield from _key_problems("extra (with state_dict) ", set(saved["stateful"]), stateful)
         for name in sorted(set(extra) - stateful - set(saved["plain"])):
             yield f"extra.{name}: missing in the checkpoint"
@@ -163,8 +163,14 @@ def apply(loaded: Loaded) -> None:
             module.set_extra_state(loaded.values(document["model"]["extra_state"][name]))
         if parts.optimizer is not None:
             _apply_optimizer(loaded, parts.optimizer)
+    if parts.dataloader is not None:
+        # A loader may draw a seed when it makes its iterator, which an uninterrupted run did long ago. Asking that of
+        # torchdata for its state makes the iterator now, before the random streams are put where they belong.
+        parts.dataloader.load_state_dict(loaded.values(document["dataloader"]))
+        parts.dataloader.state_dict()
     for name, part in parts.stateful().items():
-        part.load_state_dict(loaded.values(document[name]))
+        if name != "dataloader":
+            part.load_state_dict(loaded.values(document[name]))
     if parts.extra is not None:
         _apply_extra(loaded, parts.extra)
     rng.set_streams(
@@ -232,7 +238,9 @@ def _apply_extra(loaded: Loaded, extra: Stateful | MutableMapping[str, Any]) -> 
     for name, value in saved["plain"].items():
         extra[name] = _graft(extra.get(name), loaded.values(value))
     for name, value in saved["stateful"].items():
-        extra[name].load_state_dict(loaded.values(value))
+        part = as_stateful(extra[name])
+        assert part is not None, "checked before"
+        part.load_state_dict(loaded.values(value))
 
 
 def _graft(live: Any, saved: Any) -> Any:  # noqa: ANN401 - any value that can be kept

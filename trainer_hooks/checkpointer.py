@@ -22,7 +22,7 @@ from toprope.trainer_hooks.restoring import Restorer, agree
 from toprope.trainer_hooks.saving import Saver, Stats
 from toprope.trainer_hooks.session import Session
 from toprope.trainer_hooks.spec import spec_of
-from toprope.trainer_hooks.state import Parts, Stateful, capture
+from toprope.trainer_hooks.state import Parts, Stateful, capture, check_values
 
 logger = logging.getLogger("toprope")
 MAX_SOCKET_PATH_BYTES = 107
@@ -153,7 +153,7 @@ class Checkpointer:
         """Return where all ranks sit; None to go on without a sidecar."""
 
         def greet() -> dict[str, Any]:
-            capture(self._parts, rank=self._world.rank, world=self._world.size)  # what can't be kept is refused here
+            check_values(self._parts, rank=self._world.rank, world=self._world.size)
             try:
                 welcome = self._connected(launch_id).wait_welcome(self._settings.sidecar_timeout_s)
             except SidecarUnavailableError:

@@ -99,7 +99,7 @@ class Restorer:
             except _NextRound as reason:
                 logger.warning("attempt %d could not begin: %s; asking for another", attempt.number, reason)
                 continue
-            logger.info("attempt %d begins after step %d (%s)", attempt.number, attempt.from_step, attempt.why)
+            logger.info("attempt %d begins after step %d (%s)", attempt.number, attempt.from_step, attempt.source)
             return attempt
         raise RestoreError(f"no attempt could begin in {MAX_ROUNDS} rounds")
 

@@ -40,5 +40,20 @@ def set_streams(saved: dict[str, Any], devices: Sequence[int]) -> None:
         importlib.import_module("numpy").random.set_state(saved["numpy"])
 
 
+class Generator:
+    """A generator of the user's as an object that gives its state and takes it back."""
+
+    def __init__(self, generator: torch.Generator) -> None:
+        self._generator = generator
+
+    def state_dict(self) -> torch.Tensor:
+        """Return where the stream is."""
+        return self._generator.get_state()
+
+    def load_state_dict(self, state: torch.Tensor) -> None:
+        """Put the stream there."""
+        self._generator.set_state(state)
+
+
 def _as_tensor(words: Sequence[int]) -> torch.Tensor:
     return torch.frombuffer(bytearray(array(_WORD, words).tobytes()), dtype=torch.uint8)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import MutableMapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -31,6 +31,13 @@ class Stateful(Protocol):
     def load_state_dict(self, state: Any, /) -> Any:  # noqa: ANN401 - any value that can be kept
         """Take the state back."""
         ...
+
+
+def as_stateful(value: object) -> Stateful | None:
+    """Return a value of ``extra`` as one that gives its own state; None when it is plain."""
+    if isinstance(value, torch.Generator):
+        return rng.Generator(value)
+    return value if isinstance(value, Stateful) else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +72,9 @@ class Parts:
     def stateful(self) -> dict[str, Stateful]:
         """Return the parts that give and take their own state."""
         named = {"lr_scheduler": self.lr_scheduler, "scaler": self.scaler, "dataloader": self.dataloader}
+        own = getattr(self.dataloader, "generator", None)  # torchdata's loader draws from it, and leaves it to us
+        if isinstance(own, torch.Generator):
+            named["dataloader_generator"] = rng.Generator(own)
         return {name: part for name, part in named.items() if part is not None}
 
 
@@ -85,6 +95,18 @@ def devices_of(model: ModelState) -> list[int]:
     return list(found)
 
 
+def check_values(parts: Parts, *, rank: int, world: int) -> None:
+    """Check before training that all values can be kept.
+
+    The data's are left out: to ask a loader for its position before it has begun may make it begin, and draw a seed.
+
+    Raises:
+        UnsupportedLeafError: a value can't be kept exactly.
+        UsageError: the optimizer is not one for this model.
+    """
+    capture(replace(parts, dataloader=None), rank=rank, world=world)
+
+
 def capture(parts: Parts, *, rank: int, world: int) -> Snapshot:
     """Return the state as it is now; nothing of it is changed and no random number is drawn.
 
@@ -94,14 +116,15 @@ def capture(parts: Parts, *, rank: int, world: int) -> Snapshot:
     """
     model = model_state(parts.model, world=world)
     keeper = _Keeper(rank)
+    owner_of = _owners(model, world)
     document: dict[str, Json] = {
         "format": FORMAT,
         "world": world,
         "rng": keeper.encoder().encode("rng", rng.streams(devices_of(model))),
-        "model": _model(model, keeper, _owners(model, world)),
+        "model": _model(model, keeper, owner_of),
     }
     if parts.optimizer is not None:
-        document["optimizer"] = _optimizer(parts.optimizer, model, keeper, _owners(model, world))
+        document["optimizer"] = _optimizer(parts.optimizer, model, keeper, owner_of)
     for name, part in parts.stateful().items():
         document[name] = keeper.encoder().encode(name, part.state_dict())
     if parts.extra is not None:
@@ -187,8 +210,9 @@ def _extra(extra: Stateful | MutableMapping[str, Any], keeper: _Keeper) -> dict[
     for name, value in extra.items():
         if type(name) is not str:
             raise UnsupportedLeafError.at(f"extra[{name!r}]", "the keys of extra must be text")
-        if isinstance(value, Stateful):
-            stateful[name] = keeper.encoder().encode(f"extra.{name}", value.state_dict())
+        part = as_stateful(value)
+        if part is not None:
+            stateful[name] = keeper.encoder().encode(f"extra.{name}", part.state_dict())
         else:
             plain[name] = keeper.encoder().encode(f"extra.{name}", value)
     return {"plain": plain, "stateful": stateful}

@@ -112,6 +112,17 @@ def test_containers_and_tensors_that_others_hold_are_filled_in_place(tmp_path: P
     assert log == [1, 2, 3]
 
 
+def test_a_generator_in_extra_goes_on_where_it_was(tmp_path: Path) -> None:
+    def build(seed: int) -> tuple[torch.Generator, Parts]:
+        generator = torch.Generator().manual_seed(seed)
+        return generator, Parts(model=nn.Linear(1, 1), extra={"order": generator})
+
+    (saved, parts), (live, live_parts) = build(1), build(2)
+    torch.randperm(5, generator=saved)
+    load(live_parts, save(parts, tmp_path / "i"))
+    assert torch.equal(torch.randperm(9, generator=live), torch.randperm(9, generator=saved))
+
+
 def test_names_that_read_alike_do_not_collide(tmp_path: Path) -> None:
     extra = {"a.b": torch.zeros(1), "a": {"b": torch.ones(1), 1: torch.full((1,), 2.0), "1": torch.full((1,), 3.0)}}
     live: dict[str, Any] = {}
