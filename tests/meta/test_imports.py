@@ -85,6 +85,12 @@ def test_the_command_line_starts_without_the_service_extra() -> None:
 
 
 @pytest.mark.slow
-def test_each_module_imports_alone() -> None:
-    third_parties = ["aiohttp", "aiomqtt", "msgspec", "prometheus_client", "typer", "xxhash", "torch"]
-    assert _python(_EACH_ALONE, third_parties, modules()) == []
+def test_each_module_of_the_services_imports_alone() -> None:
+    third_parties = ["aiohttp", "aiomqtt", "msgspec", "prometheus_client", "pytest", "rich.console", "typer", "xxhash"]
+    assert _python(_EACH_ALONE, third_parties, modules("store", "coordinator", "sidecar")) == []
+
+
+@pytest.mark.slow
+def test_each_module_of_the_hook_and_of_chaos_imports_alone() -> None:
+    third_parties = ["msgspec", "rich.console", "torch", "typer"]
+    assert _python(_EACH_ALONE, third_parties, modules("trainer_hooks", "chaos")) == []
