@@ -44,7 +44,7 @@ JobOption = Annotated[str | None, typer.Option("--job", help="The job; not neede
 StepOption = Annotated[int | None, typer.Option("--step", min=1, help="Only this step.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
-_WIDE = 200  # columns where the output is not a terminal, so that nothing is cut or folded
+_WIDE = 10_000  # columns where the output is not a terminal, so that nothing is cut or folded
 
 
 @app.callback()
@@ -311,10 +311,14 @@ def _table(*columns: str) -> Table:
 
 
 def _print_table(table: Table) -> None:
-    console = Console(highlight=False, markup=False, emoji=False, soft_wrap=False)
-    if not console.is_terminal:
-        console.width = _WIDE
-    console.print(table)
+    console = Console(highlight=False, markup=False, emoji=False)
+    if console.is_terminal:
+        console.print(table)
+        return
+    console.width = _WIDE
+    with console.capture() as captured:
+        console.print(table)
+    print("\n".join(line.rstrip() for line in captured.get().splitlines()))
 
 
 def _print_json(value: object) -> None:

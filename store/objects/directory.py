@@ -52,6 +52,8 @@ class DirectoryStore:
             try:
                 _write_synced(temporary, body, directory=directory)
                 os.link(temporary, name, src_dir_fd=directory, dst_dir_fd=directory, follow_symlinks=False)
+            except FileNotFoundError as error:
+                raise UnavailableError(f"{key}: its directory was removed from {self.root} meanwhile") from error
             except FileExistsError:
                 os.fsync(directory)
                 raise AlreadyExistsError(f"{key}: exists already in {self.root}; it was not touched") from None
@@ -138,18 +140,31 @@ class DirectoryStore:
         except OSError as error:
             raise UnavailableError(f"store {self.root} can't be reached: {os.strerror(error.errno or 0)}") from error
         try:
-            for depth, part in enumerate(parts, 1):
-                if make and parts[:depth] not in self._synced:
-                    with contextlib.suppress(FileExistsError):
-                        os.mkdir(part, 0o777, dir_fd=directory)
-                    os.fsync(directory)
-                    self._synced.add(parts[:depth])
-                child = os.open(part, _WALK, dir_fd=directory)
+            for depth in range(1, len(parts) + 1):
+                child = self._entered(directory, parts[:depth], make=make)
                 os.close(directory)
                 directory = child
             yield directory
         finally:
             os.close(directory)
+
+    def _entered(self, parent: int, path: tuple[str, ...], *, make: bool) -> int:
+        """Open the last part of ``path`` in ``parent``; once per process its entry is made if need be, and synced."""
+        if make and path not in self._synced:
+            self._make(parent, path)
+        try:
+            return os.open(path[-1], _WALK, dir_fd=parent)
+        except FileNotFoundError:
+            if not make:
+                raise
+        self._make(parent, path)  # it was removed since
+        return os.open(path[-1], _WALK, dir_fd=parent)
+
+    def _make(self, parent: int, path: tuple[str, ...]) -> None:
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(path[-1], 0o777, dir_fd=parent)
+        os.fsync(parent)
+        self._synced.add(path)
 
     @contextlib.contextmanager
     def _translated(self, key: Key) -> Iterator[None]:

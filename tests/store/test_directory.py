@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -109,6 +110,28 @@ def test_a_write_that_fails_leaves_no_object_and_no_temporary(
         with pytest.raises(UnavailableError, match=r"job/log/1.json: No space left on device"):
             store.create(Key("job/log/1.json"), b"x")
     assert _names_in(tmp_path / "job" / "log") == ["0.json"]
+
+
+def test_a_directory_that_was_removed_is_made_again(tmp_path: Path) -> None:
+    store = DirectoryStore(tmp_path)
+    store.create(KEY, b"x")
+    shutil.rmtree(tmp_path / "job")
+    store.create(KEY, b"y")
+    assert store.read(KEY) == b"y"
+
+
+def test_a_directory_that_is_removed_in_mid_create_is_no_missing_object(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = DirectoryStore(tmp_path)
+
+    def remove(*_: object, **__: object) -> object:
+        shutil.rmtree(tmp_path / "job")
+        raise FileNotFoundError(errno.ENOENT, "")
+
+    monkeypatch.setattr(os, "link", remove)
+    with pytest.raises(UnavailableError, match="was removed"):
+        store.create(KEY, b"x")
 
 
 def test_temporaries_are_no_objects(tmp_path: Path) -> None:
