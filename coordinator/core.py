@@ -7,14 +7,14 @@ read back, and which step goes to READY. Everything else here is about opening a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, assert_never
 
 import msgspec
 
-from toprope.coordinator import phases, placement, protection, readiness, spec
-from toprope.coordinator.effects import Answer, Append, Commit, Effect, Prepare, Probe, Publish, ReadBackHere, Say
+from toprope.coordinator import opening, phases, placement, protection
+from toprope.coordinator.commits import Commits
+from toprope.coordinator.effects import Answer, Append, Effect, Prepare, Probe, Publish, Say
 from toprope.coordinator.events import (
     Asked,
     CommitFailed,
@@ -30,11 +30,11 @@ from toprope.coordinator.events import (
     SeenDesired,
     Ticked,
 )
-from toprope.coordinator.intents import CommitStep, OpenAttempt, basis_of
+from toprope.coordinator.intents import OpenAttempt
 from toprope.coordinator.journal import Journal
-from toprope.coordinator.readiness import HERE, Receipt
-from toprope.coordinator.restore_choice import Choice, NothingLeft, Offer, choose, shards_of
-from toprope.coordinator.roll import Node, Roll
+from toprope.coordinator.readiness import HERE
+from toprope.coordinator.restore_choice import shards_of
+from toprope.coordinator.roll import Roll
 from toprope.coordinator.wire import (
     AttemptView,
     Cadence,
@@ -46,10 +46,8 @@ from toprope.coordinator.wire import (
     OpenRequest,
     Place,
     Placement,
-    ReadBackTask,
     RestoreShard,
 )
-from toprope.store.records import AttemptFacts, Held, Member, Struck
 
 _WHY_CHARS_MAX = 4000
 _STRUCK_WHY_CHARS_MAX = 500
@@ -96,14 +94,7 @@ class Core:
         self._opening: _Opening | None = None
         self._keep: tuple[Kept, ...] = ()
         self._holders: dict[str, str] = {}
-        self._receipts: dict[tuple[int, int], dict[str, Receipt]] = {}
-        self._found: dict[str, str] = {}
-        self._dead: dict[int, str] = {}
-        self._under_way = 0
-        self._under_way_since_s = now_s
-        self._committing = 0
-        self._commit_after_s = now_s
-        self._reading_here: set[str] = set()
+        self.commits = self._new_commits()
         self._probing: set[str] = set()
         self._seen: tuple[int, int] = (0, 0)
         self._said: dict[str, str] = {}
@@ -132,9 +123,11 @@ class Core:
             case OpenFailed():
                 return self._open_failed(event)
             case CommitFailed():
-                return self._commit_failed(event)
+                self.commits.failed(event)
+                return self._say("error", "commit", f"step {event.step} did not become READY: {event.text}")
             case ReadHere():
-                return self._read_here(event)
+                self.commits.read_here(event)
+                return []
             case SeenDesired():
                 return self._seen_desired(event.desired)
             case Connected():
@@ -153,27 +146,12 @@ class Core:
             case "contested":
                 return self._probe(inventory.node)
             case "news":
-                self._collect(inventory)
+                self.commits.collect(inventory)
                 return self._probe(inventory.node) if first and not live else []
             case "known" | "stale":
                 return []
             case other:
                 assert_never(other)
-
-    def _collect(self, inventory: Inventory) -> None:
-        """Note the receipts and read-backs of the current attempt that a node tells of."""
-        attempt = self.journal.state.attempt
-        if attempt is None:
-            return
-        for copy in inventory.copies:
-            if copy.attempt_uid == attempt.uid and copy.tier == "object" and copy.world == attempt.world_size:
-                by_key = self._receipts.setdefault((copy.step, copy.rank), {})
-                by_key.setdefault(copy.key, Receipt(node=inventory.node, copy=copy))
-        written = {key: one for by_key in self._receipts.values() for key, one in by_key.items()}
-        for result in inventory.read_backs:
-            receipt = written.get(result.key)
-            if receipt and receipt.node != inventory.node and receipt.copy.digest == result.digest:
-                self._found.setdefault(result.key, readiness.found_digest(result))
 
     def _probe(self, node: str) -> list[Effect]:
         if node in self._probing or node not in self.roll.nodes:
@@ -190,7 +168,7 @@ class Core:
         if not self.roll.answered(name, inventory, now_s=now_s, silent_probes_max=self.settings.silent_probes_max):
             return []
         after = self.roll.nodes[name]
-        self._collect(after.inventory)
+        self.commits.collect(after.inventory)
         if before is None or before.alive == after.alive:
             return []
         text = f"node {name} answers" if after.alive else f"node {name} at {after.url} does not answer any more"
@@ -229,33 +207,38 @@ class Core:
             )
         if after.head != before.head and journal.ready_step > 0 and after.attempt_number == before.attempt_number:
             effects += self._say("info", "ready", f"step {journal.ready_step} is READY")
-        if after.attempt_number != before.attempt_number or after.last_step >= self._committing:
-            self._committing = 0
-        opening = self._opening
-        view = self._view()
-        if opening is not None and view is not None and _same(opening.request, view):
+        self.commits.moved(after.last_step)
+        asked, view = self._opening, self._view()
+        if asked is not None and view is not None and opening.key_of(asked.request) == (view.launch_id, view.round):
             self._opening = None
-            effects += [Answer(request_id=one, answer=OpenAnswer(attempt=view)) for one in opening.waiters]
+            effects += [Answer(request_id=one, answer=OpenAnswer(attempt=view)) for one in asked.waiters]
         return effects
 
     def _forget_attempt(self, now_s: float) -> None:
         self.progress = phases.Progress(phase="opened")
         self._phase_since_s = now_s
         self.protected_at_s = now_s
-        self._receipts, self._found, self._dead = {}, {}, {}
-        self._under_way = 0
+        self.commits = self._new_commits()
         for node in self.roll.all():
-            self._collect(node.inventory)
+            self.commits.collect(node.inventory)
+
+    def _new_commits(self) -> Commits:
+        return Commits(
+            attempt=self.journal.state.attempt,
+            retry_s=self.settings.commit_retry_s,
+            read_back_deadline_s=self.settings.read_back_deadline_s,
+        )
 
     # --- opening an attempt --------------------------------------------------------------------------------------
 
     def _asked(self, event: Asked) -> list[Effect]:
         request = event.request
-        refusal = self._known(request) or self._refusal(request)
+        refusal = opening.known(request, self.journal, self._view())
+        refusal = refusal or opening.refusal(request, self.journal, self.roll.all())
         if refusal is not None:
             return [Answer(request_id=event.request_id, answer=refusal)]
         if self._opening is not None:
-            if _key(self._opening.request) == _key(request):
+            if opening.key_of(self._opening.request) == opening.key_of(request):
                 self._opening.waiters.append(event.request_id)
                 return []
             text = f"launch {self._opening.request.launch_id[:8]} is being given an attempt; ask again"
@@ -264,7 +247,7 @@ class Core:
         return [self._prepare(request)]
 
     def _prepare(self, request: OpenRequest) -> Prepare:
-        struck = {*self.journal.state.struck, *self._striking(request)}
+        struck = {*self.journal.state.struck, *opening.striking(request, self.journal, self.progress)}
         return Prepare(
             nodes=tuple((node.name, node.url) for node in self.roll.all()),
             ready_seqs=tuple(
@@ -272,150 +255,48 @@ class Core:
             ),
         )
 
-    def _known(self, request: OpenRequest) -> OpenAnswer | None:
-        """Return the answer to a launch that was given an attempt before, unless it asks for another round."""
-        view = self._view()
-        if view is None:
-            return None
-        if request.launch_id == view.launch_id:
-            if request.round == view.round:
-                return OpenAnswer(attempt=view)
-            if request.round > view.round:
-                return None
-        elif request.launch_id not in self.journal.launches():
-            return None
-        text = f"launch {request.launch_id[:8]} round {request.round} was superseded by attempt {view.number}"
-        return OpenAnswer(code="superseded", text=text)
-
-    def _refusal(self, request: OpenRequest) -> OpenAnswer | None:
-        """Return why this request can't be met, as far as the log and the request alone tell."""
-        if request.job != self.settings.job:
-            return OpenAnswer(
-                code="refused", text=f"this coordinator serves job {self.settings.job}, not {request.job}"
-            )
-        ranks = [place.rank for place in request.world]
-        if not ranks or ranks != list(range(len(ranks))):
-            return OpenAnswer(
-                code="refused", text=f"the world has ranks {ranks}; expected each of 0, 1, 2 … once, in order"
-            )
-        state = self.journal.state
-        if self.journal.spec is not None and spec.name(request.spec) != state.spec_sha256:
-            changed = spec.diff(self.journal.spec, request.spec)
-            text = f"job {self.settings.job} was started with another spec (job -> this trainer): {changed}"
-            return OpenAnswer(code="spec-mismatch", text=text)
-        attempt = state.attempt
-        saved = attempt is not None and (
-            state.head is not None
-            or self.journal.source is not None
-            or any(node.copies(attempt.uid) for node in self.roll.all())
-        )
-        if attempt is not None and saved and attempt.world_size != len(ranks):
-            text = f"the job was saved by {attempt.world_size} ranks and this launch has {len(ranks)}"
-            return OpenAnswer(code="world-mismatch", text=f"{text}; start it with {attempt.world_size}")
-        return None
-
     def _prepared(self, event: Prepared) -> list[Effect]:
-        opening = self._opening
-        if opening is None or opening.appending:
+        asked = self._opening
+        if asked is None or asked.appending:
             return []
         effects: list[Effect] = []
         for name, inventory in sorted(event.answers.items()):
             effects += self._answered(name, inventory, event.now_s)
         answered = tuple(node for node in self.roll.all() if event.answers.get(node.name) is not None)
-        refusal = self._unservable(opening.request, answered)
-        if refusal is None:
-            decided = self._decide(opening.request, answered, event.offers, event.uid)
-            if isinstance(decided, OpenAttempt):
-                opening.appending = True
-                return [*effects, Append(intent=decided)]
-            refusal = decided
-        self._opening = None
-        return [*effects, *(Answer(request_id=one, answer=refusal) for one in opening.waiters)]
-
-    def _unservable(self, request: OpenRequest, answered: tuple[Node, ...]) -> OpenAnswer | None:
-        """Return why the launch must wait: a node of it is not there, or another world still lives."""
-        text = phases.misplaced(request.world, self.roll.nodes, answered={node.name for node in answered})
-        if text:
-            return OpenAnswer(code="unavailable", text=text)
-        attempt = self.journal.state.attempt
-        if attempt is None:
-            return None
-        for node in answered:
-            for state in node.inventory.ranks:
-                ours = state.attempt_uid == attempt.uid or state.launch_id == attempt.launch_id
-                if state.lock_held and ours and state.launch_id != request.launch_id:
-                    text = f"rank {state.rank} on node {node.name} still lives in attempt {attempt.attempt}"
-                    return OpenAnswer(code="busy", text=text)
-        return None
-
-    def _decide(
-        self, request: OpenRequest, answered: tuple[Node, ...], offers: tuple[Offer, ...], uid: str
-    ) -> OpenAttempt | OpenAnswer:
-        striking = self._striking(request)
-        question = self.journal.question(world=len(request.world), offers=offers, striking=striking)
-        choice = choose(question, answered, self.object_copies())
-        if isinstance(choice, NothingLeft):
-            text = "checkpoints exist and none can be restored: " + "; ".join(choice.tried)
-            return OpenAnswer(code="nothing-left", text=text[:_WHY_CHARS_MAX])
-        held = None
-        if isinstance(choice, Choice) and choice.ready is None:
-            held = Held(attempt_uid=choice.attempt_uid, step=choice.step)
-        return OpenAttempt(
-            basis=basis_of(self.journal.state),
-            uid=uid,
-            launch_id=request.launch_id,
-            round=request.round,
-            ready=choice.ready if isinstance(choice, Choice) else None,
-            held=held,
-            from_step=choice.step if isinstance(choice, Choice) else 0,
-            struck=tuple(
-                Struck(attempt_uid=source, step=step, why=why[:_STRUCK_WHY_CHARS_MAX])
-                for (source, step), why in sorted(striking.items())
-            ),
-            facts=AttemptFacts(
-                world=tuple(Member(rank=one.rank, node=one.node, boot_id=one.boot_id) for one in request.world),
-                held_digests=choice.digests if isinstance(choice, Choice) and held is not None else (),
-                versions=dict(request.versions),
-            ),
-            spec=request.spec,
-            why=choice.why[:_WHY_CHARS_MAX],
+        decided: OpenAttempt | OpenAnswer | None = opening.hindrance(
+            asked.request, self.journal, self.roll.nodes, answered
         )
-
-    def _striking(self, request: OpenRequest) -> Mapping[tuple[str, int], str]:
-        """Return the source to strike off: that of an attempt that failed, or that its own launch gave up."""
-        attempt, source = self.journal.state.attempt, self.journal.source
-        if attempt is None or source is None or source in self.journal.state.struck:
-            return {}
-        if self.progress.phase == "failed":
-            return {source: self.progress.reason}
-        if request.launch_id == attempt.launch_id and self.progress.phase != "applied":
-            return {source: f"launch {attempt.launch_id[:8]} opened round {request.round} without it"}
-        return {}
+        if decided is None:
+            decided = opening.decide(
+                asked.request,
+                self.journal,
+                struck_now=opening.striking(asked.request, self.journal, self.progress),
+                answered=answered,
+                objects=self.object_copies(),
+                offers=event.offers,
+                uid=event.uid,
+            )
+        if isinstance(decided, OpenAttempt):
+            asked.appending = True
+            return [*effects, Append(intent=decided)]
+        self._opening = None
+        return [*effects, *(Answer(request_id=one, answer=decided) for one in asked.waiters)]
 
     def _open_failed(self, event: OpenFailed) -> list[Effect]:
-        opening = self._opening
-        if opening is None:
+        asked = self._opening
+        if asked is None:
             return []
         if event.again:
-            opening.appending = False
-            return [self._prepare(opening.request)]
+            asked.appending = False
+            return [self._prepare(asked.request)]
         self._opening = None
         answer = OpenAnswer(code="unavailable", text=event.text)
-        return [Answer(request_id=one, answer=answer) for one in opening.waiters]
-
-    def _read_here(self, event: ReadHere) -> list[Effect]:
-        self._reading_here.discard(event.key)
-        if event.result is None:
-            self._commit_after_s = event.now_s + self.settings.commit_retry_s
-        else:
-            self._found[event.key] = readiness.found_digest(event.result)
-        return []
+        return [Answer(request_id=one, answer=answer) for one in asked.waiters]
 
     def object_copies(self) -> tuple[Copy, ...]:
         """Return the shard objects that any node, alive or not, was ever heard to have written."""
         listed = [copy for node in self.roll.all() for copy in node.inventory.copies if copy.tier == "object"]
-        noted = [one.copy for by_key in self._receipts.values() for one in by_key.values()]
-        return (*listed, *noted)
+        return (*listed, *self.commits.copies())
 
     # --- how the job is wanted to be -----------------------------------------------------------------------------
 
@@ -456,52 +337,10 @@ class Core:
         )
 
     def _steer_commit(self, now_s: float) -> list[Effect]:
-        attempt = self.journal.state.attempt
-        if attempt is None or self._committing:
-            return []
-        last_step = self.journal.state.last_step
-        self._receipts = {at: one for at, one in self._receipts.items() if at[0] > last_step}
-        book = self._book()
-        steps = readiness.complete_steps(book, world=attempt.world_size, last_step=last_step)
-        step = readiness.next_step(steps, dead=self._dead, under_way=self._under_way)
-        if step != self._under_way:
-            self._under_way, self._under_way_since_s = step, now_s
-        if not step:
-            return []
-        receipts = tuple(book[step, rank] for rank in range(attempt.world_size))
-        if damage := readiness.spoiled(receipts, self._found):
-            self._dead[step] = damage
-            return self._say("error", "commit", f"step {step} can't become READY: {damage}")
-        if now_s < self._commit_after_s:
-            return []
-        if all(receipt.copy.key in self._found for receipt in receipts):
-            self._committing = step
-            intent = CommitStep(attempt=attempt.attempt, attempt_uid=attempt.uid, step=step, receipts=receipts)
-            return [Commit(intent=intent)]
-        here = [task for task in self._tasks(now_s) if task.node == HERE and task.key not in self._reading_here]
-        self._reading_here.update(task.key for task in here)
-        return [ReadBackHere(task=task) for task in here]
+        return self.commits.steer(last_step=self.journal.state.last_step, readers=self._readers(), now_s=now_s)
 
-    def _commit_failed(self, event: CommitFailed) -> list[Effect]:
-        self._committing = 0
-        self._commit_after_s = event.now_s + self.settings.commit_retry_s
-        attempt = self.journal.state.attempt
-        if attempt is not None and event.final and attempt.uid == event.attempt_uid:
-            self._dead[event.step] = event.text
-        return self._say("error", "commit", f"step {event.step} did not become READY: {event.text}")
-
-    def _book(self) -> dict[tuple[int, int], Receipt]:
-        return {at: by_key[min(by_key)] for at, by_key in sorted(self._receipts.items())}
-
-    def _tasks(self, now_s: float) -> tuple[ReadBackTask, ...]:
-        attempt = self.journal.state.attempt
-        if attempt is None or not self._under_way:
-            return ()
-        book = self._book()
-        receipts = [book[self._under_way, rank] for rank in range(attempt.world_size)]
-        slow = now_s - self._under_way_since_s >= self.settings.read_back_deadline_s
-        readers = [] if slow else [node.name for node in self.roll.alive()]
-        return readiness.assign(receipts, readers, done=self._found)
+    def _readers(self) -> list[str]:
+        return [node.name for node in self.roll.alive()]
 
     def _steer_desired(self, now_s: float) -> list[Effect]:
         effects, places = self._steer_placement()
@@ -517,7 +356,9 @@ class Core:
             placement=places,
             keep=keep,
             dropped=self._dropped(),
-            read_backs=tuple(task for task in self._tasks(now_s) if task.node != HERE),
+            read_backs=tuple(
+                task for task in self.commits.tasks(readers=self._readers(), now_s=now_s) if task.node != HERE
+            ),
             protected_step=protected_step,
             ready_step=self.journal.ready_step,
             refused=dict(sorted(self.roll.refused.items())),
@@ -628,14 +469,6 @@ class Core:
             return []
         self._said[subject] = text
         return [Say(level=level, text=text)]
-
-
-def _key(request: OpenRequest) -> tuple[str, int]:
-    return request.launch_id, request.round
-
-
-def _same(request: OpenRequest, view: AttemptView) -> bool:
-    return _key(request) == (view.launch_id, view.round)
 
 
 def _versioned(desired: Desired, version: int) -> Desired:

@@ -351,7 +351,7 @@ def test_a_damaged_ready_step_is_passed_over_with_the_reason() -> None:
     for node in reign.nodes.values():
         node.copies = []
     reign.hear()
-    reign.core._receipts.clear()
+    reign.core.commits.receipts.clear()
     reign.damaged[max(reign.readies)] = "index has another SHA-256"
     view = restarted(reign).attempt
     assert view is not None

@@ -1,0 +1,116 @@
+"""The way of a step to READY: receipts, read-backs, one commit at a time. A state machine within the core's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from toprope.coordinator import readiness
+from toprope.coordinator.effects import Commit, Effect, ReadBackHere, Say
+from toprope.coordinator.events import CommitFailed, ReadHere
+from toprope.coordinator.intents import CommitStep
+from toprope.coordinator.readiness import HERE, Receipt
+from toprope.coordinator.wire import Copy, Inventory, ReadBackTask
+from toprope.store.records import Attempt
+
+
+@dataclass(slots=True, kw_only=True)
+class Commits:
+    """What is known of the shard objects of one attempt. ``found`` are the digests that read-backs gave, by key.
+
+    ``dead``: steps that can't become READY, each with the reason. ``under_way`` is the step being read back or
+    committed (0: none), ``committing`` the one that has been handed over to be committed.
+    """
+
+    attempt: Attempt | None
+    retry_s: float
+    read_back_deadline_s: float
+    receipts: dict[tuple[int, int], dict[str, Receipt]] = field(default_factory=dict)
+    found: dict[str, str] = field(default_factory=dict)
+    dead: dict[int, str] = field(default_factory=dict)
+    under_way: int = 0
+    under_way_since_s: float = 0.0
+    committing: int = 0
+    not_before_s: float = 0.0
+    reading_here: set[str] = field(default_factory=set)
+
+    def collect(self, inventory: Inventory) -> None:
+        """Note the receipts and read-backs that a node tells of; nobody vouches for what it wrote itself."""
+        attempt = self.attempt
+        if attempt is None:
+            return
+        for copy in inventory.copies:
+            if copy.attempt_uid == attempt.uid and copy.tier == "object" and copy.world == attempt.world_size:
+                by_key = self.receipts.setdefault((copy.step, copy.rank), {})
+                by_key.setdefault(copy.key, Receipt(node=inventory.node, copy=copy))
+        written = {key: one for by_key in self.receipts.values() for key, one in by_key.items()}
+        for result in inventory.read_backs:
+            receipt = written.get(result.key)
+            if receipt and receipt.node != inventory.node and receipt.copy.digest == result.digest:
+                self.found.setdefault(result.key, readiness.found_digest(result))
+
+    def copies(self) -> tuple[Copy, ...]:
+        """Return the objects that were written."""
+        return tuple(one.copy for by_key in self.receipts.values() for one in by_key.values())
+
+    def read_here(self, event: ReadHere) -> None:
+        """Note what the coordinator has read back itself."""
+        self.reading_here.discard(event.key)
+        if event.result is None:
+            self.not_before_s = event.now_s + self.retry_s
+        else:
+            self.found[event.key] = readiness.found_digest(event.result)
+
+    def failed(self, event: CommitFailed) -> None:
+        """Note that a commit came to nothing."""
+        self.committing = 0
+        self.not_before_s = event.now_s + self.retry_s
+        if event.final and self.attempt is not None and self.attempt.uid == event.attempt_uid:
+            self.dead[event.step] = event.text
+
+    def moved(self, last_step: int) -> None:
+        """Note that the log has moved on: no step up to ``last_step`` can become READY any more."""
+        self.receipts = {at: one for at, one in self.receipts.items() if at[0] > last_step}
+        if last_step >= self.committing:
+            self.committing = 0
+
+    def steer(self, *, last_step: int, readers: Sequence[str], now_s: float) -> list[Effect]:
+        """Return what is to be done next; ``readers`` are the nodes that can read back."""
+        if self.attempt is None or self.committing:
+            return []
+        book = self._book()
+        steps = readiness.complete_steps(book, world=self.attempt.world_size, last_step=last_step)
+        step = readiness.next_step(steps, dead=self.dead, under_way=self.under_way)
+        if step != self.under_way:
+            self.under_way, self.under_way_since_s = step, now_s
+        if not step:
+            return []
+        receipts = tuple(book[step, rank] for rank in range(self.attempt.world_size))
+        if damage := readiness.spoiled(receipts, self.found):
+            self.dead[step] = damage
+            return [Say(level="error", text=f"step {step} can't become READY: {damage}")]
+        if now_s < self.not_before_s:
+            return []
+        if all(receipt.copy.key in self.found for receipt in receipts):
+            self.committing = step
+            return [Commit(intent=self._intent(step, receipts))]
+        tasks = self.tasks(readers=readers, now_s=now_s)
+        here = [task for task in tasks if task.node == HERE and task.key not in self.reading_here]
+        self.reading_here.update(task.key for task in here)
+        return [ReadBackHere(task=task) for task in here]
+
+    def _intent(self, step: int, receipts: tuple[Receipt, ...]) -> CommitStep:
+        assert self.attempt is not None
+        return CommitStep(attempt=self.attempt.attempt, attempt_uid=self.attempt.uid, step=step, receipts=receipts)
+
+    def tasks(self, *, readers: Sequence[str], now_s: float) -> tuple[ReadBackTask, ...]:
+        """Return who is to read back what of the step under way; when nobody did in time the coordinator is to."""
+        if self.attempt is None or not self.under_way or self.under_way in self.dead:
+            return ()
+        book = self._book()
+        receipts = [book[self.under_way, rank] for rank in range(self.attempt.world_size)]
+        slow = now_s - self.under_way_since_s >= self.read_back_deadline_s
+        return readiness.assign(receipts, () if slow else readers, done=self.found)
+
+    def _book(self) -> dict[tuple[int, int], Receipt]:
+        return {at: by_key[min(by_key)] for at, by_key in sorted(self.receipts.items())}

@@ -1,0 +1,142 @@
+"""Opening an attempt: who gets one, who must wait, who is refused, and what is put into the log. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from toprope.coordinator import phases, spec
+from toprope.coordinator.intents import OpenAttempt, basis_of
+from toprope.coordinator.journal import Journal
+from toprope.coordinator.restore_choice import Choice, NothingLeft, Offer, choose
+from toprope.coordinator.roll import Node
+from toprope.coordinator.wire import AttemptView, Copy, OpenAnswer, OpenRequest
+from toprope.store.records import AttemptFacts, Held, Member, Struck
+
+_WHY_CHARS_MAX = 4000
+_STRUCK_WHY_CHARS_MAX = 500
+
+
+def key_of(request: OpenRequest) -> tuple[str, int]:
+    """Return what makes two requests the same."""
+    return request.launch_id, request.round
+
+
+def known(request: OpenRequest, journal: Journal, view: AttemptView | None) -> OpenAnswer | None:
+    """Return the answer to a launch that was given an attempt before, unless it asks for another round."""
+    if view is None:
+        return None
+    if request.launch_id == view.launch_id:
+        if request.round == view.round:
+            return OpenAnswer(attempt=view)
+        if request.round > view.round:
+            return None
+    elif request.launch_id not in journal.launches():
+        return None
+    text = f"launch {request.launch_id[:8]} round {request.round} was superseded by attempt {view.number}"
+    return OpenAnswer(code="superseded", text=text)
+
+
+def refusal(request: OpenRequest, journal: Journal, nodes: Sequence[Node]) -> OpenAnswer | None:
+    """Return why a request can't be met, as far as the log and the request tell; ``nodes`` may be gone by now."""
+    job = journal.state.job
+    if request.job != job:
+        return OpenAnswer(code="refused", text=f"this coordinator serves job {job}, not {request.job}")
+    ranks = [place.rank for place in request.world]
+    if not ranks or ranks != list(range(len(ranks))):
+        text = f"the world has ranks {ranks}; expected each of 0, 1, 2 and so on once, in order"
+        return OpenAnswer(code="refused", text=text)
+    if journal.spec is not None and spec.name(request.spec) != journal.state.spec_sha256:
+        changed = spec.diff(journal.spec, request.spec)
+        text = f"job {job} was started with another spec (- job, + this trainer, ~ job -> this trainer): {changed}"
+        return OpenAnswer(code="spec-mismatch", text=text)
+    attempt = journal.state.attempt
+    if attempt is None or attempt.world_size == len(ranks) or not _was_saved(journal, nodes):
+        return None
+    text = f"the job was saved by {attempt.world_size} ranks and this launch has {len(ranks)}"
+    return OpenAnswer(code="world-mismatch", text=f"{text}; start it with {attempt.world_size}")
+
+
+def _was_saved(journal: Journal, nodes: Sequence[Node]) -> bool:
+    attempt = journal.state.attempt
+    return (
+        journal.state.head is not None
+        or journal.source is not None
+        or (attempt is not None and any(node.copies(attempt.uid) for node in nodes))
+    )
+
+
+def hindrance(
+    request: OpenRequest, journal: Journal, nodes: Mapping[str, Node], answered: Sequence[Node]
+) -> OpenAnswer | None:
+    """Return why a launch must wait: a node of it did not answer just now, or another world still lives."""
+    text = phases.misplaced(request.world, nodes, answered={node.name for node in answered})
+    if text:
+        return OpenAnswer(code="unavailable", text=text)
+    attempt = journal.state.attempt
+    if attempt is None:
+        return None
+    for node in answered:
+        for state in node.inventory.ranks:
+            current = state.attempt_uid == attempt.uid or state.launch_id == attempt.launch_id
+            if state.lock_held and current and state.launch_id != request.launch_id:
+                text = f"rank {state.rank} on node {node.name} still lives in attempt {attempt.attempt}"
+                return OpenAnswer(code="busy", text=text)
+    return None
+
+
+def striking(request: OpenRequest, journal: Journal, progress: phases.Progress) -> Mapping[tuple[str, int], str]:
+    """Return the source to strike off: that of an attempt that failed, or that its own launch gave up."""
+    attempt, source = journal.state.attempt, journal.source
+    if attempt is None or source is None or source in journal.state.struck:
+        return {}
+    if progress.phase == "failed":
+        return {source: progress.reason}
+    if request.launch_id == attempt.launch_id and progress.phase != "applied":
+        return {source: f"launch {attempt.launch_id[:8]} opened round {request.round} without it"}
+    return {}
+
+
+def decide(  # noqa: PLR0913 - all that a restore decision rests on
+    request: OpenRequest,
+    journal: Journal,
+    *,
+    struck_now: Mapping[tuple[str, int], str],
+    answered: Sequence[Node],
+    objects: Sequence[Copy],
+    offers: tuple[Offer, ...],
+    uid: str,
+) -> OpenAttempt | OpenAnswer:
+    """Return the attempt to open, with its restore decision, or that nothing is left to begin from."""
+    question = journal.question(world=len(request.world), offers=offers, striking=struck_now)
+    choice = choose(question, answered, objects)
+    if isinstance(choice, NothingLeft):
+        text = "checkpoints exist and none can be restored: " + "; ".join(choice.tried)
+        return OpenAnswer(code="nothing-left", text=text[:_WHY_CHARS_MAX])
+    ready = held = None
+    from_step = 0
+    digests: tuple[str, ...] = ()
+    if isinstance(choice, Choice):
+        from_step, ready = choice.step, choice.ready
+    if isinstance(choice, Choice) and ready is None:
+        held = Held(attempt_uid=choice.attempt_uid, step=choice.step)
+        digests = choice.digests
+    return OpenAttempt(
+        basis=basis_of(journal.state),
+        uid=uid,
+        launch_id=request.launch_id,
+        round=request.round,
+        ready=ready,
+        held=held,
+        from_step=from_step,
+        struck=tuple(
+            Struck(attempt_uid=source, step=step, why=why[:_STRUCK_WHY_CHARS_MAX])
+            for (source, step), why in sorted(struck_now.items())
+        ),
+        facts=AttemptFacts(
+            world=tuple(Member(rank=one.rank, node=one.node, boot_id=one.boot_id) for one in request.world),
+            held_digests=digests,
+            versions=dict(request.versions),
+        ),
+        spec=request.spec,
+        why=choice.why[:_WHY_CHARS_MAX],
+    )
