@@ -89,7 +89,7 @@ class Core:
 
     def handle(self, event: Event) -> tuple[Effect, ...]:
         """Take in one event and return all that is to be done now, in order."""
-        effects = [*self._HANDLERS[type(event)](self, event), *self._settle()]
+        effects: list[Effect] = [*self._HANDLERS[type(event)](self, event), *self._settle()]
         return tuple(effects)
 
     # What happened
@@ -357,6 +357,11 @@ class Core:
     def _dropped(self) -> frozenset[tuple[str, int]]:
         dropped = self.desired.dropped if self.desired is not None else ()
         return frozenset((one.attempt_uid, one.step) for one in dropped) - self._kept()
+
+    def _dropped(self) -> frozenset[tuple[str, int]]:
+        if self.desired is None:
+            return frozenset()
+        return frozenset((dropped.attempt_uid, dropped.step) for dropped in self.desired.dropped) - self._kept()
 
     def _attempt_uid(self) -> str:
         attempt = self.desired.attempt if self.desired is not None else None

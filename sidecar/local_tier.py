@@ -10,7 +10,7 @@ import json
 import re
 import zlib
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 from toprope.sidecar.ports import DiskPort, SyncError
@@ -21,16 +21,13 @@ _RECEIPT = re.compile(r"a\d+-s\d+-rank-\d+-of-\d+-[0-9a-f]+\.safetensors\.receip
 _MAX_RECEIPT_BYTES = 64 * 1024
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LocalFailure(Exception):  # noqa: N818 - an outcome with two flags, raised
+class LocalError(Exception):
     """A shard was not stored. ``damaged``: its source is wrong; ``quarantine``: the disk lost writes twice."""
 
-    reason: str
-    damaged: bool = False
-    quarantine: bool = False
-
-    def __str__(self) -> str:
-        return self.reason
+    def __init__(self, reason: str, *, damaged: bool = False, quarantine: bool = False) -> None:
+        super().__init__(reason)
+        self.damaged = damaged
+        self.quarantine = quarantine
 
 
 class LocalTier:
@@ -44,23 +41,23 @@ class LocalTier:
         """Store a shard durably and return its path; after a failed sync it is written once more, as another file.
 
         Raises:
-            LocalFailure: it is not stored.
+            LocalError: it is not stored.
         """
         try:
             return self._store(shard, image, nonces[0])
         except SyncError:
             return self._second_try(shard, image, nonces[1])
         except OSError as error:
-            raise LocalFailure(reason=f"{self._directory}: {error.strerror}") from error
+            raise LocalError(f"{self._directory}: {error.strerror}") from error
 
     def _second_try(self, shard: Shard, image: memoryview, nonce: str) -> Path:
         try:
             return self._store(shard, image, nonce)
         except SyncError as error:
             reason = f"{self._directory}: sync failed twice ({error.strerror}); the local tier is not used any more"
-            raise LocalFailure(reason=reason, quarantine=True) from error
+            raise LocalError(reason, quarantine=True) from error
         except OSError as error:
-            raise LocalFailure(reason=f"{self._directory}: {error.strerror}") from error
+            raise LocalError(f"{self._directory}: {error.strerror}") from error
 
     def _store(self, shard: Shard, image: memoryview, nonce: str) -> Path:
         name = f"a{shard.attempt}-s{shard.step}-rank-{shard.rank}-of-{shard.world}-{nonce}.safetensors"
@@ -70,7 +67,7 @@ class LocalTier:
         if found != shard.digest:
             self._disk.remove(path)
             reason = f"the slot's digest is {found} and was {shard.digest} when it was hashed"
-            raise LocalFailure(reason=reason, damaged=True)
+            raise LocalError(reason, damaged=True)
         self._publish(path.with_name(f"{name}.receipt"), memoryview(_encode(shard)), nonce)
         return path
 

@@ -23,7 +23,7 @@ from toprope.sidecar.config import SidecarConfig
 from toprope.sidecar.core import Core
 from toprope.sidecar.effects import Effect
 from toprope.sidecar.events import Event
-from toprope.sidecar.local_tier import LocalFailure, LocalTier
+from toprope.sidecar.local_tier import LocalError, LocalTier
 from toprope.sidecar.memory import DroppedError, Memory, NoRoomError
 from toprope.sidecar.object_tier import DamagedError, read_back, store_object
 from toprope.sidecar.ports import CoordinatorError, PeerError, Ports
@@ -217,13 +217,13 @@ class Sidecar:
         with metrics.STORE_SECONDS.labels(tier="local").time():
             try:
                 path = await self._in_bulk(self._parts.local.store, shard, image, nonces=nonces)
-            except LocalFailure as error:
+            except LocalError as error:
                 self.post(
                     on.StoreFailed(
                         tier="local",
                         shard=shard,
                         slot=effect.slot,
-                        reason=error.reason,
+                        reason=str(error),
                         damaged=error.damaged,
                         quarantine=error.quarantine,
                     )

@@ -9,8 +9,8 @@ import logging
 import os
 import signal
 import socket
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -129,19 +129,15 @@ async def _serve(config: SidecarConfig, ground: Ground, wrap: Wrap) -> None:
         broker = _broker(config, ground, sidecar)
         sidecar.parts = _parts(config, ground, sidecar, broker=broker, session=session, wrap=wrap)
         await sidecar.adopt()
-        runner = await _http(config, ground, sidecar)
-        trainers = await sidecar.socket.start()
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, sidecar.stop.set)
-        running = [tasks.create_task(work) for work in sidecar.endless()]
-        if isinstance(broker, MqttBroker):
-            running.append(tasks.create_task(broker.run()))
-        _tell_ready(config, ground)
-        await sidecar.stop.wait()
-        trainers.close()
-        config.socket.unlink(missing_ok=True)
-        await runner.cleanup()
+        async with _http(config, ground, sidecar), sidecar.socket.serving():
+            running = [tasks.create_task(work) for work in sidecar.endless()]
+            if isinstance(broker, MqttBroker):
+                running.append(tasks.create_task(broker.run()))
+            _tell_ready(config, ground)
+            await sidecar.stop.wait()
         sidecar.end(running)
     sidecar.close()
     if sidecar.refusal is not None:
@@ -198,7 +194,8 @@ def _parts(
     )
 
 
-async def _http(config: SidecarConfig, ground: Ground, sidecar: Sidecar) -> web.AppRunner:
+@asynccontextmanager
+async def _http(config: SidecarConfig, ground: Ground, sidecar: Sidecar) -> AsyncIterator[None]:
     server = SidecarHttp(
         sidecar.copies(),
         inventory_after=sidecar.inventory_after,
@@ -208,8 +205,11 @@ async def _http(config: SidecarConfig, ground: Ground, sidecar: Sidecar) -> web.
     )
     runner = web.AppRunner(server.application(), access_log=None, shutdown_timeout=1.0)
     await runner.setup()
-    await web.SockSite(runner, ground.listening).start()
-    return runner
+    try:
+        await web.SockSite(runner, ground.listening).start()
+        yield
+    finally:
+        await runner.cleanup()
 
 
 def _tell_ready(config: SidecarConfig, ground: Ground) -> None:

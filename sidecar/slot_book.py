@@ -171,8 +171,12 @@ class SlotBook:
         record = self.slots.get((rank, frame.slot))
         if record is None or record.phase is not Phase.GRANTED:
             return []
-        if record.seq != frame.seq or record.launch_id != launch_id or not 0 < frame.bytes <= record.capacity:
+        if record.seq != frame.seq or record.launch_id != launch_id:
             return []
+        if not 0 < frame.bytes <= record.capacity:
+            reason = f"an image of {frame.bytes} bytes in a slot of {record.capacity}"
+            self.skip(Skip(attempt_uid=frame.attempt_uid, step=frame.step, rank=rank, reason=reason))
+            return [self._release(record)]
         record.phase = Phase.SEALED
         return [HashSlot(rank=rank, slot=frame.slot, seq=frame.seq)]
 
@@ -221,6 +225,12 @@ class SlotBook:
         for record, use in over:
             del record.uses[use]
         return over
+
+    def end_waits(self, dropped: frozenset[tuple[str, int]]) -> None:
+        """Wait no longer for peers to copy steps that can't become complete."""
+        for record, shard in self.hashed():
+            if shard.of_step in dropped:
+                record.uses = {use: end for use, end in record.uses.items() if not use.startswith("peer:")}
 
     # What to do
 
@@ -313,6 +323,7 @@ def _victim(records: Iterable[SlotRecord], *, needs: Needs, launch_id: str, now_
         (shard, record)
         for record, shard in idle
         if shard.attempt_uid != needs.attempt_uid
+        or shard.of_step in needs.dropped
         or (newest_kept is not None and shard < newest_kept)
         or shard.of_step in needs.dropped
         or (shard != newest and now_s - record.hashed_at_s >= HOLD_S)

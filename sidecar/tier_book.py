@@ -23,6 +23,7 @@ LONGEST_RETRY_S = 30.0
 
 SlowTier = Literal["local", "object"]
 SLOW_TIERS: tuple[SlowTier, ...] = ("local", "object")
+_KEPT: dict[SlowTier, int] = {"local": LOCAL_STEPS_KEPT, "object": RECEIPTS_KEPT}
 
 
 @dataclass(slots=True)
@@ -69,7 +70,10 @@ class TierBook:
     def _due(
         self, tier: SlowTier, slots: list[tuple[SlotRecord, Shard]], cadence: Cadence, *, attempt_uid: str
     ) -> list[tuple[SlotRecord, Shard]]:
-        """Return what a tier awaits; the object tier takes the current attempt only: no other can become READY."""
+        """Return what a tier awaits; the object tier takes the current attempt only: no other can become READY.
+
+        What has been overtaken is not awaited: it would be the first to go again, and so come and go for ever.
+        """
         if tier == "local" and self.quarantined:
             return []
         every = cadence.local_every if tier == "local" else cadence.object_every
@@ -79,8 +83,14 @@ class TierBook:
             for record, shard in slots
             if is_due(cadence, shard.step, every=every)
             and shard not in there
+            and not self._overtaken(tier, shard)
             and (tier == "local" or shard.attempt_uid == attempt_uid)
         ]
+
+    def _overtaken(self, tier: SlowTier, shard: Shard) -> bool:
+        """Say whether a tier has as many newer shards of the rank as it keeps."""
+        newer = sum(other.rank == shard.rank and other > shard for other in self.stored(tier))
+        return newer >= _KEPT[tier]
 
     def _send(self, tier: SlowTier, waiting: tuple[SlotRecord, Shard]) -> Effect:
         record, shard = waiting

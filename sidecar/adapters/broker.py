@@ -7,6 +7,7 @@ connection, its id and its last will name this life of the sidecar: a successor 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import random
 from collections.abc import Callable
@@ -66,6 +67,8 @@ class MqttBroker:
             try:
                 await self._serve()
             except (aiomqtt.MqttError, OSError, TimeoutError) as error:
+                if _is_cancelled():
+                    raise asyncio.CancelledError from error
                 failures = 0 if self._client is not None else failures + 1
                 log.warning("broker %s:%d: %s", self._address.host, self._address.port, error)
             finally:
@@ -101,8 +104,8 @@ class MqttBroker:
                 async for message in client.messages:
                     self._take(message)
             except asyncio.CancelledError:
-                async with asyncio.timeout(1.0):
-                    await client.publish(self._topic("presence"), encode(gone), qos=1, retain=True)
+                with contextlib.suppress(aiomqtt.MqttError, TimeoutError):
+                    await client.publish(self._topic("presence"), encode(gone), qos=1, retain=True, timeout=1.0)
                 raise
 
     def _take(self, message: aiomqtt.Message) -> None:
@@ -113,6 +116,12 @@ class MqttBroker:
 
     def _topic(self, last: str) -> str:
         return f"toprope/{self._job}/nodes/{self._presence.node}/{last}"
+
+
+def _is_cancelled() -> bool:
+    """Say whether this task is to end: to leave a client may fail, and its error then hides the cancellation."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
 
 
 class NoBroker:

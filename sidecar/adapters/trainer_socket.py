@@ -9,13 +9,14 @@ import logging
 import os
 import socket
 import struct
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 from toprope.store.errors import UsageError
 from toprope.trainer_hooks import wire
 
 HELLO_TIMEOUT_S = 10.0
+CLOSE_TIMEOUT_S = 1.0
 MAX_QUEUED_FRAMES = 1024
 _PREFIX_BYTES = 4
 _CREDENTIALS = struct.Struct("3i")
@@ -34,15 +35,28 @@ class TrainerSocket:
         self._on_closed = on_closed
         self._numbers = itertools.count(1)
         self._outboxes: dict[int, asyncio.Queue[bytes | None]] = {}
+        self._idle = asyncio.Event()
+        self._idle.set()
 
-    async def start(self) -> asyncio.Server:
-        """Bind the socket, replacing a file that a dead sidecar left.
+    @contextlib.asynccontextmanager
+    async def serving(self) -> AsyncIterator[None]:
+        """Serve while the context lasts, in place of a socket file that a dead sidecar left.
 
         Raises:
             UsageError: a live process serves it, or it can't be made.
         """
         bound = bind_unix(self._path)
-        return await asyncio.start_unix_server(self._serve, sock=bound)
+        server = await asyncio.start_unix_server(self._serve, sock=bound)
+        try:
+            yield
+        finally:
+            server.close()
+            self._path.unlink(missing_ok=True)
+            for connection in list(self._outboxes):
+                self.hang_up(connection)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                    await self._idle.wait()
 
     def send(self, connection: int, frame: wire.FromSidecar) -> None:
         """Queue a frame; a trainer that reads none of 1,024 loses its connection."""
@@ -72,6 +86,7 @@ class TrainerSocket:
             return
         outbox: asyncio.Queue[bytes | None] = asyncio.Queue(maxsize=MAX_QUEUED_FRAMES)
         self._outboxes[number] = outbox
+        self._idle.clear()
         try:
             async with asyncio.TaskGroup() as tasks:
                 sender = tasks.create_task(_send(outbox, writer))
@@ -86,6 +101,8 @@ class TrainerSocket:
             del self._outboxes[number]
             writer.close()
             self._on_closed(number)
+            if not self._outboxes:
+                self._idle.set()
 
     async def _read(self, number: int, reader: asyncio.StreamReader) -> None:
         async with asyncio.timeout(HELLO_TIMEOUT_S):

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Self, TypeVar
 
-from tests.support.coordinator_stub import CoordinatorStub
+from tests.support.coordinator_stub import JOB_UID, CoordinatorStub
 
 from toprope.trainer_hooks import wire
 from toprope.trainer_hooks.slot import Page, SlotState, write_page
@@ -25,15 +25,17 @@ PATIENCE_S = 20.0
 F = TypeVar("F", bound=wire.FromSidecar)
 
 
-def image(*, attempt: int, attempt_uid: str, step: int, rank: int, world: int, payload: int = 4096) -> bytes:
+def image(  # noqa: PLR0913 - what an image says of itself
+    *, attempt: int, attempt_uid: str, step: int, rank: int, world: int, payload: int, job_uid: str
+) -> bytes:
     """Return a valid shard image whose bytes depend on all of these."""
     seed = f"{attempt_uid}/{step}/{rank}".encode()
     data = hashlib.shake_128(seed).digest(payload)
-    document = json.dumps({"step": step}).encode()
+    document = json.dumps({"step": f"{step:09d}"}).encode()
     header = {
         "__metadata__": {
             "format": "1",
-            "job_uid": "0b" * 16,
+            "job_uid": job_uid,
             "attempt": str(attempt),
             "attempt_uid": attempt_uid,
             "step": str(step),
@@ -55,7 +57,7 @@ class ScriptedTrainer:
     def __init__(self, path: Path, *, rank: int = 0, world: int = 1, launch_id: str = "aa") -> None:
         self.path, self.rank, self.world, self.launch_id = path, rank, world, launch_id
         self.attempt, self.attempt_uid = 0, ""
-        self.payload = 4096
+        self.payload, self.job_uid = 4096, JOB_UID
         self.socket = socket.socket(socket.AF_UNIX)
         self.locks: dict[str, int] = {}
         self.granted: list[wire.Slot] = []
@@ -140,6 +142,7 @@ class ScriptedTrainer:
             rank=self.rank,
             world=self.world,
             payload=self.payload,
+            job_uid=self.job_uid,
         )
 
     def grant(self) -> wire.Slot:

@@ -1,0 +1,56 @@
+"""What goes to the slow tiers comes to rest, however many snapshots the slots hold."""
+
+from __future__ import annotations
+
+import pytest
+
+from toprope.coordinator.wire import Cadence
+from toprope.sidecar.effects import DropLocal, StoreLocal, StoreObject
+from toprope.sidecar.events import LocalStored, ObjectStored
+from toprope.sidecar.slot_book import SlotRecord
+from toprope.sidecar.tier_book import LOCAL_STEPS_KEPT, RECEIPTS_KEPT, TierBook
+from toprope.sidecar.values import Shard
+
+CADENCE = Cadence(from_step=0, every=1, local_every=1, object_every=1)
+
+
+def _shard(step: int) -> Shard:
+    return Shard(attempt=1, step=step, attempt_uid="aa", rank=0, world=1, bytes=8, digest="d" * 32)
+
+
+def _slots(steps: range) -> list[tuple[SlotRecord, Shard]]:
+    return [(SlotRecord(rank=0, number=step, capacity=8), _shard(step)) for step in steps]
+
+
+def _run(book: TierBook, slots: list[tuple[SlotRecord, Shard]], *, rounds: int) -> tuple[list[int], list[int]]:
+    """Carry out what the book plans, for some rounds; the steps that went to the local and to the object tier."""
+    local: list[int] = []
+    remote: list[int] = []
+    for _ in range(rounds):
+        for effect in book.plan(slots, CADENCE, attempt_uid="aa", now_s=0.0):
+            if isinstance(effect, StoreLocal):
+                local.append(effect.shard.step)
+                book.on_local(LocalStored(shard=effect.shard, slot=effect.slot, path=f"/local/{effect.shard.step}"))
+            elif isinstance(effect, StoreObject):
+                remote.append(effect.shard.step)
+                receipt = effect.shard.copy("object", key=f"key-{effect.shard.step}")
+                book.on_object(ObjectStored(receipt=receipt, slot=effect.slot))
+        assert all(isinstance(effect, DropLocal) for effect in book.retire_local(kept=frozenset()))
+    return local, remote
+
+
+@pytest.mark.parametrize("held", [1, LOCAL_STEPS_KEPT, LOCAL_STEPS_KEPT + 1, RECEIPTS_KEPT + 3])
+def test_each_shard_goes_to_a_tier_at_most_once_though_its_slot_is_kept(held: int) -> None:
+    book = TierBook()
+    local, remote = _run(book, _slots(range(1, held + 1)), rounds=4 * held)
+    assert len(local) == len(set(local))
+    assert len(remote) == len(set(remote))
+    assert held in local
+    assert held in remote
+
+
+def test_what_was_overtaken_is_awaited_no_more_so_that_its_slot_gets_free() -> None:
+    book = TierBook()
+    slots = _slots(range(1, RECEIPTS_KEPT + 4))
+    _run(book, slots, rounds=40)
+    assert book.awaited(slots, CADENCE, attempt_uid="aa") == frozenset()
