@@ -358,11 +358,6 @@ class Core:
         dropped = self.desired.dropped if self.desired is not None else ()
         return frozenset((one.attempt_uid, one.step) for one in dropped) - self._kept()
 
-    def _dropped(self) -> frozenset[tuple[str, int]]:
-        if self.desired is None:
-            return frozenset()
-        return frozenset((dropped.attempt_uid, dropped.step) for dropped in self.desired.dropped) - self._kept()
-
     def _attempt_uid(self) -> str:
         attempt = self.desired.attempt if self.desired is not None else None
         return attempt.uid if attempt is not None else ""

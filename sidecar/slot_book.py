@@ -226,12 +226,6 @@ class SlotBook:
             del record.uses[use]
         return over
 
-    def end_waits(self, dropped: frozenset[tuple[str, int]]) -> None:
-        """Wait no longer for peers to copy steps that can't become complete."""
-        for record, shard in self.hashed():
-            if shard.of_step in dropped:
-                record.uses = {use: end for use, end in record.uses.items() if not use.startswith("peer:")}
-
     # What to do
 
     def plan(self, rank: int, *, now_s: float) -> list[Effect]:
@@ -323,7 +317,6 @@ def _victim(records: Iterable[SlotRecord], *, needs: Needs, launch_id: str, now_
         (shard, record)
         for record, shard in idle
         if shard.attempt_uid != needs.attempt_uid
-        or shard.of_step in needs.dropped
         or (newest_kept is not None and shard < newest_kept)
         or shard.of_step in needs.dropped
         or (shard != newest and now_s - record.hashed_at_s >= HOLD_S)
