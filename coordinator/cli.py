@@ -13,10 +13,12 @@ import typer
 
 from toprope.coordinator import status as status_page
 from toprope.coordinator import up as up_supervisor
+from toprope.coordinator.adapters.mqtt import retained_url
 from toprope.coordinator.config import Config, address, read_token
 from toprope.coordinator.runtime import run
 from toprope.coordinator.wire import Cadence
 from toprope.store.errors import UsageError
+from toprope.store.names import checked_id
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None)
 
@@ -119,16 +121,25 @@ def status(
     *,
     job: Annotated[str, typer.Option("--job", help="Name of the job. Needed without --coordinator.")] = "",
     coordinator_url: Annotated[str, typer.Option("--coordinator", help="URL of the coordinator.")] = "",
+    broker: Annotated[str, typer.Option("--broker", help="HOST:PORT of the broker, which knows the URL.")] = "",
     directory: Annotated[Path, typer.Option("--dir", help="The directory of a `ckpt up` on this machine.")] = Path(
         ".toprope"
     ),
     token_file: TokenFile = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the whole document as JSON.")] = False,
 ) -> None:
-    """Say what is safe where: steps by rank and tier, nodes, alarms."""
-    if not coordinator_url and not job:
-        raise UsageError("give --coordinator URL, or the --job of a `ckpt up` on this machine")
-    url = coordinator_url or up_supervisor.running_url(job, directory)
+    """Say what is safe where: steps by rank and tier, nodes, alarms.
+
+    It asks the coordinator: give its URL, the broker that knows it, or the job of a `ckpt up` on this machine.
+    """
+    if coordinator_url:
+        url = coordinator_url
+    elif not job:
+        raise UsageError("give --coordinator URL, or --job with the --broker or the --dir of its `ckpt up`")
+    elif broker:
+        url = asyncio.run(retained_url(address(broker, what="--broker"), job=checked_id(job, what="job")))
+    else:
+        url = up_supervisor.running_url(job, directory)
     body = status_page.fetch(url, job=job, token=read_token(token_file))
     if as_json:
         print(body.decode())

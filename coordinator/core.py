@@ -195,8 +195,10 @@ class Core:
         ]
 
     def _log_moved(self, journal: Journal, now_s: float) -> list[Effect]:
-        before, self.journal = self.journal.state, journal
-        after = journal.state
+        before, after = self.journal.state, journal.state
+        if after.n <= before.n:
+            return []
+        self.journal = journal
         effects: list[Effect] = []
         if after.attempt_number != before.attempt_number:
             self._forget_attempt(now_s)

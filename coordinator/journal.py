@@ -77,5 +77,6 @@ class Journal:
                 Tainted(attempt=taint.attempt, from_step=taint.from_step, to_step=taint.to_step, reason=taint.reason)
                 for taint in self.state.taints
             ),
+            readies=len(self.state.readies),
             sworn={source: self.source_digests} if source is not None and held else {},
         )

@@ -10,9 +10,12 @@ from toprope.coordinator.journal import Journal
 from toprope.coordinator.restore_choice import Choice, NothingLeft, Offer, choose
 from toprope.coordinator.roll import Node
 from toprope.coordinator.wire import AttemptView, Copy, OpenAnswer, OpenRequest
+from toprope.store.errors import UsageError
+from toprope.store.names import checked_hex, checked_id
 from toprope.store.records import AttemptFacts, Held, Member, Struck
 
 _WHY_CHARS_MAX = 4000
+_ROUND_MAX = 1_000_000
 _STRUCK_WHY_CHARS_MAX = 500
 
 
@@ -41,6 +44,8 @@ def refusal(request: OpenRequest, journal: Journal, nodes: Sequence[Node]) -> Op
     job = journal.state.job
     if request.job != job:
         return OpenAnswer(code="refused", text=f"this coordinator serves job {job}, not {request.job}")
+    if text := _malformed(request):
+        return OpenAnswer(code="refused", text=text)
     ranks = [place.rank for place in request.world]
     if not ranks or ranks != list(range(len(ranks))):
         text = f"the world has ranks {ranks}; expected each of 0, 1, 2 and so on once, in order"
@@ -54,6 +59,18 @@ def refusal(request: OpenRequest, journal: Journal, nodes: Sequence[Node]) -> Op
         return None
     text = f"the job was saved by {attempt.world_size} ranks and this launch has {len(ranks)}"
     return OpenAnswer(code="world-mismatch", text=f"{text}; start it with {attempt.world_size}")
+
+
+def _malformed(request: OpenRequest) -> str:
+    """Return which of the ids and names, which go into the log and into paths, is not one."""
+    try:
+        checked_hex(request.launch_id)
+        for place in request.world:
+            checked_id(place.node, what="node")
+            checked_hex(place.boot_id)
+    except UsageError as error:
+        return str(error)
+    return "" if 0 <= request.round <= _ROUND_MAX else f"round {request.round} is not one of 0 to {_ROUND_MAX}"
 
 
 def _was_saved(journal: Journal, nodes: Sequence[Node]) -> bool:

@@ -149,9 +149,11 @@ def _alarms(core: Core, safety: Safety | None, *, broker: str, age_s: float) -> 
     if core.progress.phase == "failed" and attempt is not None:
         alarms.append(f"attempt {attempt.attempt} failed: {core.progress.reason}")
     alarms += [f"node {node.name} does not answer" for node in core.roll.all() if not node.alive]
-    alarms += [f"copies of node {owner} are not safe: {why}" for owner, why in sorted(core.unmet.items())]
+    alarms += [
+        f"snapshots of node {owner} are not safe from its loss: {why}" for owner, why in sorted(core.unmet.items())
+    ]
     behind = _behind(core, safety)
-    if behind:
+    if behind and not core.unmet:
         alarms.append(f"protection is {behind} steps behind the ranks, and {age_s:.0f} s old")
     if broker == "away":
         alarms.append("the broker is away; documents go by HTTP")
@@ -159,10 +161,8 @@ def _alarms(core: Core, safety: Safety | None, *, broker: str, age_s: float) -> 
         skips = [skip for skip in node.inventory.skipped if attempt is not None and skip.attempt_uid == attempt.uid]
         if skips:
             last = skips[-1]
-            alarms.append(
-                f"node {node.name} has skipped {len(skips)} snapshots, last step {last.step} of rank {last.rank}: "
-                f"{last.reason}"
-            )
+            count = "1 snapshot" if len(skips) == 1 else f"{len(skips)} snapshots"
+            alarms.append(f"node {node.name} skipped {count}, last step {last.step} of rank {last.rank}: {last.reason}")
     return tuple(alarms)
 
 

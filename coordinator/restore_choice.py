@@ -66,7 +66,8 @@ class Tainted:
 class Question:
     """What the log says about where an attempt of ``world`` ranks may begin.
 
-    ``sworn``: digests by rank that the log has for a held source, by attempt uid and step.
+    ``sworn``: digests by rank that the log has for a held source, by attempt uid and step. ``readies``: how many READY
+    checkpoints the log has, offered or not.
     """
 
     world: int
@@ -75,6 +76,7 @@ class Question:
     struck: Mapping[tuple[str, int], str]
     tainted: tuple[Tainted, ...]
     sworn: Mapping[tuple[str, int], tuple[str, ...]]
+    readies: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,8 +127,10 @@ def choose(question: Question, nodes: Sequence[Node], objects: Iterable[Copy]) -
             logged |= set() if found.incomplete else {(uid, step)}
             continue
         return _chosen(uid, step, offer=offer, shards=found, tried=tried)
-    if not logged:
+    if not logged and not question.readies:
         return Fresh(why="; ".join(("the log holds no checkpoint", *(f"passed over {line}" for line in tried))))
+    if question.readies:
+        tried.append(f"the log has {question.readies} READY, of which {len(offers)} may be begun from and were tried")
     return NothingLeft(tried=tuple(tried))
 
 

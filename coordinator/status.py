@@ -64,12 +64,16 @@ def show(body: bytes) -> None:
             f"{attempt.phase}",
             soft_wrap=True,
         )
-    console.print(_safe_line(view), soft_wrap=True)
+    cadence = view.cadence
+    console.print(
+        f"every {cadence.every} steps to memory and peer, {cadence.local_every} local, {cadence.object_every} object"
+    )
+    console.print(_safe_line(view))
     if view.ranks:
         console.print(_ranks(view.ranks))
     console.print(_nodes(view))
     for alarm in view.alarms:
-        console.print(Text(f"! {alarm}", style="bold red"), soft_wrap=True)
+        console.print(Text("!", style="bold red"), Text(alarm))
     if not view.alarms:
         console.print("no alarms", style="green")
 
@@ -78,11 +82,9 @@ def _safe_line(view: Overview) -> Text:
     text = Text("protected: ")
     text.append(f"step {view.protected_step}" if view.protected_step else "nothing", style="bold")
     if view.protected_step:
-        text.append(f" (for {view.protected_age_s:.0f} s)")
+        text.append(f" (since {view.protected_age_s:.0f} s)")
     text.append("   READY: ")
     text.append(f"step {view.ready_step}" if view.ready_step else "nothing", style="bold")
-    cadence = view.cadence
-    text.append(f"   every {cadence.every}/{cadence.local_every}/{cadence.object_every} steps")
     return text
 
 

@@ -27,6 +27,7 @@ from toprope.coordinator.wire import (
     encode,
 )
 from toprope.store.errors import UsageError
+from toprope.store.names import checked_id
 
 _WAIT_S_MAX = 30.0
 
@@ -114,7 +115,8 @@ class _Routes:
         body = await request.content.read(MAX_INVENTORY_BYTES + 1)
         try:
             inventory = decode(body, Inventory, limit=MAX_INVENTORY_BYTES)
-        except DocumentError as error:
+            checked_id(inventory.node, what="node")
+        except (DocumentError, UsageError) as error:
             raise web.HTTPBadRequest(text=f"{error}\n") from error
         if inventory.node != request.match_info["node"]:
             raise web.HTTPBadRequest(text="the inventory names another node than its url\n")

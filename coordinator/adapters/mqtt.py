@@ -22,6 +22,8 @@ from toprope.coordinator.wire import (
     decode,
     encode,
 )
+from toprope.store.errors import UnavailableError, UsageError
+from toprope.store.names import checked_id
 
 Document: TypeAlias = Inventory | Presence | Desired
 _KEEPALIVE_S = 5
@@ -116,5 +118,28 @@ def _document(topic: str, body: bytes) -> Document:
 
 
 def _check_node(said: str, topic_node: str) -> None:
+    try:
+        checked_id(said, what="node")
+    except UsageError as error:
+        raise DocumentError(str(error)) from error
     if said != topic_node:
         raise DocumentError(f"it names node {said}, its topic {topic_node}")
+
+
+async def retained_url(broker: Address, *, job: str) -> str:
+    """Return the url of the coordinator whose Desired is retained at a broker.
+
+    Raises:
+        UnavailableError: the broker does not answer, or has none for this job.
+    """
+    try:
+        async with asyncio.timeout(_TIMEOUT_S), aiomqtt.Client(broker.host, broker.port, timeout=_TIMEOUT_S) as client:
+            await client.subscribe(f"toprope/{job}/desired", qos=1)
+            message = await anext(client.messages)
+            return decode(message.payload, Desired, limit=MAX_DESIRED_BYTES).url
+    except TimeoutError as error:
+        raise UnavailableError(
+            f"broker {broker} has no document of job {job}: is its coordinator connected?"
+        ) from error
+    except (aiomqtt.MqttError, DocumentError) as error:
+        raise UnavailableError(f"broker {broker} does not tell where the coordinator of {job} is: {error}") from error

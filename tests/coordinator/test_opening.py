@@ -396,3 +396,30 @@ def test_a_log_that_moves_while_a_launch_is_decided_has_it_decided_anew() -> Non
     reign.release()
     assert reign.state.attempt is not None
     assert reign.state.attempt.from_step == 2
+
+
+def test_nothing_is_begun_afresh_while_every_ready_step_is_tainted() -> None:
+    reign = training()
+    committed(reign, 2)
+    for node in reign.nodes.values():
+        node.copies = []
+    reign.append_record(Taint(attempt=1, from_step=1, to_step=None, reason="loss spike"))
+    reign.end_trainers()
+    answer = reign.ask("a", "b", launch_id=OTHER)
+    assert code(answer) == "nothing-left"
+    assert answer is not None
+    assert "1 READY" in answer.text
+
+
+def test_ids_that_are_none_are_refused_before_they_reach_the_log() -> None:
+    reign = two_nodes()
+    good = Place(rank=0, node="a", boot_id=reign.nodes["a"].boot_id)
+    wrong = [
+        msgspec.structs.replace(request(world=(good,)), launch_id="x" * 70000),
+        msgspec.structs.replace(request(world=(good,)), round=-1),
+        request(world=(Place(rank=0, node="../a", boot_id="00"),)),
+        request(world=(Place(rank=0, node="a", boot_id="no hex"),)),
+    ]
+    for one in wrong:
+        assert code(reign.request(one)) == "refused"
+    assert reign.state.attempt_number == 0

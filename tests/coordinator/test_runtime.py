@@ -309,6 +309,7 @@ def test_a_broker_that_dies_is_found_again(tmp_path: Path, started: Start) -> No
         return str(json.loads(get(one.url, "/v1/status") or b"{}").get("broker"))
 
     wait_until(lambda: state() == "connected", what="connected", timeout_s=PATIENCE_S)
+    assert main(["status", "--job", JOB, "--broker", f"127.0.0.1:{port}"]) == 0
     first.kill()
     wait_until(lambda: state() == "away", what="the broker is missed", timeout_s=PATIENCE_S)
     second = start_broker(port=port, directory=tmp_path, log=tmp_path / "broker.log")
