@@ -44,11 +44,11 @@ def why_too_little(room: Room, needed: int, *, what: str) -> str | None:
         "available on the machine": room.machine_free,
     }
     least = min(limits, key=lambda name: limits[name])
-    text = f"{what} needs {_size(needed)} of memory and there are {_size(limits[least])} {least}"
+    text = f"{what}: {_size(needed)} of memory needed, {_size(limits[least])} {least}"
     if room.directory_total <= CONTAINER_SHM_BYTES:
         text += (
-            f". {room.directory} holds {_size(room.directory_total)} in all, a container's default: "
-            "give the container more (--shm-size, or an emptyDir with medium: Memory)"
+            f". {room.directory} holds {_size(room.directory_total)} in all "
+            "(containers get 64 MiB unless told otherwise): give it more with --shm-size, or an emptyDir with medium: Memory"
         )
     return text
 

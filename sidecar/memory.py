@@ -16,6 +16,7 @@ import mmap
 import os
 import re
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 from toprope.sidecar.budget import measure, why_too_little
@@ -44,8 +45,12 @@ class NoRoomError(Exception):
 class Memory:
     """This job's directory in the node's memory."""
 
-    def __init__(self, root: Path, pages: PagesPort, *, limit_bytes: int | None) -> None:
+    def __init__(
+        self, root: Path, pages: PagesPort, *, limit_bytes: int | None, job_uid: Callable[[], str] = lambda: ""
+    ) -> None:
+        """Make the directories. ``job_uid`` tells which job's images may lie here; empty while that is not known."""
         self.root = root
+        self._job_uid = job_uid
         self._pages = pages
         self._limit_bytes = limit_bytes
         self._maps: dict[Path, mmap.mmap] = {}
@@ -159,11 +164,9 @@ class Memory:
         if text is not None:
             raise NoRoomError(text)
         if self._limit_bytes is not None:
-            used = self.used_bytes()
-            if used + more > self._limit_bytes:
-                raise NoRoomError(
-                    f"{what} needs {more} bytes; --memory {self._limit_bytes} leaves {self._limit_bytes - used}"
-                )
+            left = self._limit_bytes - self.used_bytes()
+            if more > left:
+                raise NoRoomError(f"{what}: {more} bytes of memory needed; --memory {self._limit_bytes} leaves {left}")
 
     def used_bytes(self) -> int:
         """Return the bytes of all data files of this job in memory."""
@@ -255,24 +258,26 @@ class Memory:
         if not 0 < page.bytes <= len(view):
             raise DroppedError(f"its page says {page.bytes} bytes; it has room for {len(view)}")
         image = view[: page.bytes]
-        check_header(image, shard_of_page(page))
+        self.check_header(image, shard_of_page(page))
         return digest(image)
 
+    def check_header(self, image: memoryview, shard: Shard) -> None:
+        """Check that an image says of itself what is said of it.
 
-def check_header(image: memoryview, shard: Shard) -> None:
-    """Check that an image says of itself what is said of it.
-
-    Raises:
-        DroppedError: it is no image, or that of another snapshot.
-    """
-    name = f"rank {shard.rank} step {shard.step}"
-    try:
-        said = identity_of(parse_header(image, size=len(image), name=name), name=name)
-    except CorruptObjectError as error:
-        raise DroppedError(str(error)) from error
-    for field in ("attempt", "attempt_uid", "step", "rank", "world"):
-        if getattr(said, field) != getattr(shard, field):
-            raise DroppedError(f"its header says {field} {getattr(said, field)}; expected {getattr(shard, field)}")
+        Raises:
+            DroppedError: it is no image, or that of another snapshot.
+        """
+        name = f"rank {shard.rank} step {shard.step}"
+        try:
+            said = identity_of(parse_header(image, size=len(image), name=name), name=name)
+        except CorruptObjectError as error:
+            raise DroppedError(str(error)) from error
+        for field in ("attempt", "attempt_uid", "step", "rank", "world"):
+            if getattr(said, field) != getattr(shard, field):
+                raise DroppedError(f"its header says {field} {getattr(said, field)}; expected {getattr(shard, field)}")
+        job_uid = self._job_uid()
+        if job_uid not in {"", said.job_uid}:
+            raise DroppedError(f"its header says job {said.job_uid}; this is job {job_uid}")
 
 
 def boot_id(memory_dir: Path) -> str:

@@ -487,6 +487,11 @@ class Sidecar:
         desired = self._parts.core.desired
         return desired.url if desired is not None else ""
 
+    def job_uid(self) -> str:
+        """Return the uid of the job, or nothing while no document has said it."""
+        desired = self._parts.core.desired
+        return desired.job_uid if desired is not None else ""
+
     def end(self, running: list[asyncio.Task[None]]) -> None:
         """Cancel what would go on for ever; what is being stored is finished."""
         for _, task in self._followers.values():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from toprope.sidecar.effects import Pull
-from toprope.sidecar.memory import DroppedError, Memory, check_header
+from toprope.sidecar.memory import DroppedError, Memory
 from toprope.sidecar.ports import PeerError, Ports
 from toprope.store.digest import digest
 from toprope.trainer_hooks.slot import Page, SlotState
@@ -35,7 +35,7 @@ def pull(memory: Memory, ports: Ports, request: Pull) -> None:
     if found != shard.digest:
         raise WrongBytesError(f"{request.url}: what came has digest {found}; expected {shard.digest}", found=found)
     try:
-        check_header(view, shard)
+        memory.check_header(view, shard)
     except DroppedError as error:
         raise PeerError(f"{request.url}: {error}") from error
     page = Page(

@@ -94,7 +94,7 @@ def check_admission(config: SidecarConfig) -> None:
         each = f"{config.ranks} ranks x {config.state_size} bytes x (3 slots + 2 x {config.copies} peer copies)"
         log.info("memory: %s = %d bytes", each, needed)
         if config.memory_bytes is not None and needed > config.memory_bytes:
-            raise UsageError(f"{each} needs {needed} bytes of memory; --memory allows {config.memory_bytes}")
+            raise UsageError(f"{each}: {needed} bytes of memory needed; --memory allows {config.memory_bytes}")
         _refuse(why_too_little(room, needed - held, what=each))
     if config.memory_bytes is not None:
         _refuse(why_too_little(room, config.memory_bytes - held, what=f"--memory {config.memory_bytes}"))
@@ -173,7 +173,7 @@ def _parts(
     ports = Ports(
         pages=Pages(), disk=Disk(), objects=ground.store, peers=peers, coordinator=coordinator, broker=broker
     ).wrapped(wrap)
-    memory = Memory(config.job_memory, ports.pages, limit_bytes=config.memory_bytes)
+    memory = Memory(config.job_memory, ports.pages, limit_bytes=config.memory_bytes, job_uid=sidecar.job_uid)
     identity = Identity(
         job=config.job,
         node=config.node,

@@ -39,15 +39,18 @@ class Node:
     def start(self, *more: str) -> None:
         """Start the sidecar and wait until it serves."""
         self.begin(*more)
-        pause = threading.Event()
         for _ in range(int(PATIENCE_S / 0.01)):
             if self.ready.exists():
                 self.url = json.loads(self.ready.read_text())["url"]
                 return
             assert self.process is not None
             assert self.process.status() is None, f"the sidecar has ended: {self.log.read_text()}"
-            pause.wait(0.01)
+            self.pause()
         pytest.fail(f"the sidecar does not serve: {self.log.read_text()}")
+
+    def pause(self) -> None:
+        """Let a little time pass between two looks at a process."""
+        threading.Event().wait(0.01)
 
     def begin(self, *more: str) -> None:
         """Start the sidecar."""
