@@ -162,16 +162,13 @@ class Restorer:
         if attempt.source == "fresh":
             return None
         try:
-            images = {shard.rank: Image(Path(shard.path), shard.bytes) for shard in staged.shards}
-            if self.world.rank not in images:
-                raise StateMismatchError(f"the sidecar staged no shard of rank {self.world.rank}")
-            for rank, image in images.items():
-                _check_identity(image, rank, attempt)
-            return check(self.parts, images, rank=self.world.rank, world=self.world.size)
-        except OSError as error:
+            images = _opened_images(staged, attempt, rank=self.world.rank)
+        except (OSError, StateMismatchError) as error:  # the source's fault: another one may do
             self._say(attempt, "staged", ok=False, reason=str(error))
-            raise RestoreError(f"a staged shard can't be read: {error}") from error
-        except UsageError as error:
+            raise _NextRound(str(error)) from error
+        try:
+            return check(self.parts, images, rank=self.world.rank, world=self.world.size)
+        except UsageError as error:  # the trainer's fault: no other source would fit
             self._say(attempt, "staged", ok=False, reason=str(error))
             raise
 
@@ -196,6 +193,15 @@ class Restorer:
                     f"the sidecar said nothing for {self.phase_timeout_s:g} s while {doing} "
                     f"(attempt {attempt.number}; {self.session.trouble})"
                 )
+
+
+def _opened_images(staged: wire.Staged, attempt: wire.Attempt, *, rank: int) -> dict[int, Image]:
+    images = {shard.rank: Image(Path(shard.path), shard.bytes) for shard in staged.shards}
+    if rank not in images:
+        raise StateMismatchError(f"the sidecar staged no shard of rank {rank}")
+    for number, image in images.items():
+        _check_identity(image, number, attempt)
+    return images
 
 
 def _check_identity(image: Image, rank: int, attempt: wire.Attempt) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections import deque
 from collections.abc import Callable
@@ -287,6 +288,16 @@ def test_another_world_size_is_refused_with_both_numbers(tmp_path: Path) -> None
     path = snapshot_file(tmp_path / "i", snapshot.tensors, snapshot.document, METADATA)
     with pytest.raises(WorldMismatchError, match="4 ranks and this job has 2"):
         check(Parts(model=nn.Linear(1, 1)), {0: Image(path, path.stat().st_size)}, rank=0, world=2)
+
+
+def test_a_shard_that_was_not_given_is_named(tmp_path: Path) -> None:
+    model = nn.Linear(1, 1)
+    snapshot = capture(Parts(model=model), rank=0, world=1)
+    document = json.loads(snapshot.document)
+    document["model"]["params"]["weight"]["rank"] = 1
+    path = snapshot_file(tmp_path / "i", snapshot.tensors, json.dumps(document).encode())
+    with pytest.raises(StateMismatchError, match=r"model\.weight: the shard of rank 1 was not given"):
+        checked(Parts(model=model), path)
 
 
 @pytest.mark.fault("B40")

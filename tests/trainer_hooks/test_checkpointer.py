@@ -395,6 +395,21 @@ def test_a_source_that_cannot_be_staged_leads_to_the_next_older_in_a_new_round(
     assert sidecar.rounds[2].attempt.round == sidecar.rounds[1].attempt.round + 1
 
 
+def test_a_shard_of_another_step_is_not_used_and_the_next_older_is(
+    sidecar: FakeSidecar, made: list[Checkpointer]
+) -> None:
+    trainer = tiny()
+    checkpointer = _hook(sidecar, made, trainer)
+    _begin(sidecar, checkpointer, trainer)
+    for step in (2, 3):
+        _train(trainer, checkpointer, step, step)
+        sidecar.wait_image(step)
+    checkpointer.close()
+    sidecar.images[3, 0] = sidecar.images[2, 0]
+    assert _hook(sidecar, made, tiny()).restore() == 2
+    assert "staged as {" in sidecar.rounds[1].failed
+
+
 def test_a_checkpoint_of_another_extra_is_refused_and_the_verdict_says_why(
     sidecar: FakeSidecar, made: list[Checkpointer]
 ) -> None:

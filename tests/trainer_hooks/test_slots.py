@@ -81,6 +81,16 @@ def test_a_lock_that_another_process_holds_is_an_error_and_stays_theirs(tmp_path
     hold_lock(Path(slot.lock_path))
 
 
+def test_a_forked_child_does_not_think_that_it_holds_the_lock(tmp_path: Path) -> None:
+    def ask(slot: wire.Slot) -> None:
+        with pytest.raises(SlotLockedError):
+            hold_lock(Path(slot.lock_path))
+
+    slot = _slot(tmp_path)
+    hold_lock(Path(slot.lock_path))
+    assert _in_child(ask, slot) == 0
+
+
 def test_grants_are_used_in_order_and_once(tmp_path: Path) -> None:
     slots = LentSlots()
     for number in range(2):
@@ -135,7 +145,10 @@ def _killed_in_mid_copy(slot: wire.Slot) -> None:
 def _in_child(action: Callable[[wire.Slot], None], slot: wire.Slot) -> int:
     child = os.fork()
     if child == 0:
-        action(slot)
+        try:
+            action(slot)
+        except BaseException:  # noqa: BLE001 - the edge of a process
+            os._exit(1)
         os._exit(0)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
