@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.support.reigns import FakeNode, Reign, copy_of, training, two_nodes
 
-from toprope.coordinator.effects import Commit
-from toprope.coordinator.events import CommitFailed, Connected, Heard, Hinted, SeenDesired
+from toprope.coordinator.effects import Commit, Probe
+from toprope.coordinator.events import CommitFailed, Connected, Heard, Hinted, LogMoved, SeenDesired
 from toprope.coordinator.wire import Desired, Inventory, Kept, Presence, ReadBack, ReadBackTask, Skip
 from toprope.store.records import Taint
 
@@ -154,6 +154,17 @@ def test_the_kept_step_moves_on_only_when_a_later_one_is_protected() -> None:
     assert [kept.step for kept in reign.desired.keep] == [4]
 
 
+def test_a_kept_step_that_lost_its_protection_is_not_let_go_for_an_older_one() -> None:
+    reign = training()
+    reign.hold(2, tiers=("memory", "peer"))
+    reign.hold(4, tiers=("memory", "peer"))
+    node = reign.nodes["b"]
+    node.copies = [copy for copy in node.copies if (copy.step, copy.tier) != (4, "peer")]
+    reign.hear("b")
+    assert reign.desired.protected_step == 2
+    assert [kept.step for kept in reign.desired.keep] == [4]
+
+
 def test_the_source_of_an_attempt_is_kept_until_a_later_step_is_protected() -> None:
     reign = training()
     reign.hold(2, tiers=("memory", "peer"))
@@ -288,6 +299,7 @@ def test_a_restarted_sidecar_with_the_same_memory_is_taken_at_once() -> None:
     node = reign.nodes["b"]
     node.incarnation = "b2" * 16
     node.version = 0
+    reign.held_back = {Probe}
     reign.hear("b")
     assert reign.core.roll.nodes["b"].inventory.incarnation == "b2" * 16
     assert reign.desired.refused == {}
@@ -300,6 +312,26 @@ def test_a_late_document_of_a_life_that_is_over_is_ignored() -> None:
     reign.hear("b")
     reign.do(Heard(inventory=old, live=False, now_s=reign.now_s))
     assert reign.core.roll.nodes["b"].inventory.incarnation == "b2" * 16
+
+
+def test_an_older_version_that_comes_late_changes_nothing() -> None:
+    reign = training()
+    old = reign.nodes["b"].say()
+    reign.hold(2, tiers=("memory", "peer"))
+    before = reign.desired
+    reign.do(Heard(inventory=old, live=False, now_s=reign.now_s))
+    reign.do(Heard(inventory=old, live=True, now_s=reign.now_s))
+    assert reign.desired == before
+    assert reign.desired.protected_step == 2
+
+
+def test_news_of_the_log_that_come_late_change_nothing() -> None:
+    reign = training()
+    old = reign.core.journal
+    reign.hold(8, tiers=("object",))
+    reign.read_back()
+    reign.do(LogMoved(journal=old, now_s=reign.now_s))
+    assert reign.desired.ready_step == 8
 
 
 def test_a_document_of_another_job_is_ignored_and_told() -> None:
@@ -383,12 +415,13 @@ def test_a_step_that_is_being_read_back_is_finished_although_a_newer_one_is_comp
     assert reign.ready_steps == [8, 16]
 
 
-def test_receipts_of_an_earlier_attempt_make_nothing_ready() -> None:
+def test_receipts_of_two_attempts_do_not_make_a_step() -> None:
     reign = training()
     reign.hold(2, tiers=("memory", "peer"))
-    reign.hold(8, tiers=("object",))
+    reign.hold(8, tiers=("object",), ranks=(0,))
     reign.end_trainers()
     reign.ask("a", "b", launch_id="2b" * 16)
+    reign.hold(8, tiers=("object",), ranks=(1,))
     assert reign.desired.read_backs == ()
     assert reign.ready_steps == []
 
@@ -409,6 +442,7 @@ def test_a_commit_that_failed_for_now_is_tried_again_and_one_that_failed_for_goo
     assert len(reign.kept_back) == 1
     failed = CommitFailed(attempt_uid=uid(reign), step=8, text="store away", final=False, now_s=reign.now_s)
     reign.do(failed)
+    assert len(reign.kept_back) == 1
     reign.wait(3)
     assert len(reign.kept_back) == 2
     reign.do(replace(failed, text="bad index", final=True))
