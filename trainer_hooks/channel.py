@@ -90,7 +90,6 @@ class Channel:
                     failures = 0
                     self._converse(connection)
             except (OSError, wire.WireError) as error:
-                self._connected = False
                 self._outbox.clear()
                 self._listener.lost(f"{self._path}: {error}")
             self._stopping.wait(BACK_OFF_S[min(failures, len(BACK_OFF_S) - 1)])
@@ -99,6 +98,12 @@ class Channel:
     def _converse(self, connection: socket.socket) -> None:
         self._outbox.clear()
         self._connected = True
+        try:
+            self._exchange(connection)
+        finally:
+            self._connected = False
+
+    def _exchange(self, connection: socket.socket) -> None:
         pending = bytearray(b"".join(wire.encode(frame) for frame in self._listener.greeting()))
         connection.setblocking(False)  # noqa: FBT003 - its signature
         frames = _Frames()
@@ -119,7 +124,6 @@ class Channel:
                             self._listener.heard(frame)
                     if events & selectors.EVENT_WRITE and pending:
                         del pending[: connection.send(pending)]
-        self._connected = False
 
 
 def _drain(descriptor: int) -> None:

@@ -126,7 +126,10 @@ class Restorer:
             left_s = end - time.monotonic()
             if left_s <= 0:
                 return refused
-            self.session.open(request)
+            try:
+                self.session.open(request)
+            except wire.WireError as error:
+                return wire.Error(code="refused", text=f"the model's spec is too large to send: {error}")
             answer = self.session.wait_for(wire.Attempt, uid=self.launch_id, phase="", timeout_s=left_s)
             if isinstance(answer, wire.Attempt) and answer.round == request.round:
                 return answer

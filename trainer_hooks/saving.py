@@ -62,6 +62,8 @@ class Saver:
             SupersededError: a later attempt was opened.
             HookError: a snapshot was skipped, and ``strict`` asks for an error.
         """
+        if self._session.superseded:
+            raise SupersededError(self._session.superseded)
         desired = self._session.desired
         if desired is not None:
             self._heed(desired, step)

@@ -32,6 +32,7 @@ class Session:
         self.welcome: wire.Welcome | None = None
         self.desired: wire.Desired | None = None
         self.trouble = "not connected yet"
+        self.superseded = ""
         self._path = path
         self._hello = hello
         self._open: wire.Open | None = None
@@ -59,13 +60,18 @@ class Session:
     # What the training thread says.
 
     def open(self, request: wire.Open) -> None:
-        """Ask for an attempt."""
+        """Ask for an attempt.
+
+        Raises:
+            wire.WireError: the request is too large to be sent.
+        """
+        wire.encode(request)
         self._open = request
         self._channel.send(request)
 
     def join(self, attempt_uid: str) -> None:
         """Say which attempt this rank is in."""
-        self._open, self._verdict = None, None
+        self._open, self._verdict, self.superseded = None, None, ""
         self._join = wire.Join(attempt_uid=attempt_uid)
         self._channel.send(self._join)
 
@@ -143,6 +149,9 @@ class Session:
                 self.desired = frame
             case wire.Welcome():
                 self.welcome = frame
+            case wire.Error(code="superseded"):
+                self.superseded = frame.text
+                self._heard.append(frame)
             case _:
                 self._heard.append(frame)
         with self._news:

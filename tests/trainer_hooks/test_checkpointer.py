@@ -320,6 +320,27 @@ def test_a_later_attempt_ends_this_one(sidecar: FakeSidecar, made: list[Checkpoi
         checkpointer.end_step(2)
 
 
+def test_a_sidecar_that_says_superseded_ends_this_one(sidecar: FakeSidecar, made: list[Checkpointer]) -> None:
+    checkpointer = _hook(sidecar, made, tiny())
+    checkpointer.restore()
+    checkpointer.end_step(1)
+    sidecar._tell(wire.Error(code="superseded", text="attempt 2 was opened"))
+    session = checkpointer._session
+    assert session is not None
+    with session._news:
+        assert session._news.wait_for(lambda: bool(session.superseded), 10)
+    with pytest.raises(SupersededError, match="attempt 2 was opened"):
+        checkpointer.end_step(2)
+
+
+def test_a_spec_that_no_frame_can_hold_is_refused(
+    sidecar: FakeSidecar, made: list[Checkpointer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(wire, "MAX_FRAME_BYTES", 600)
+    with pytest.raises(UsageError, match="spec is too large to send: OPEN frame of"):
+        _hook(sidecar, made, tiny()).restore()
+
+
 @pytest.mark.parametrize("step", [0, 2, 7])
 def test_the_first_step_is_the_restored_one_plus_one(sidecar: FakeSidecar, made: list[Checkpointer], step: int) -> None:
     checkpointer = _hook(sidecar, made, tiny())
