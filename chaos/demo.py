@@ -39,6 +39,7 @@ class Plan:
     every: int = 4
     step_delay_s: float = 0.1
     spoil: str = ""
+    size: str = "small"
 
     @property
     def kill_step(self) -> int:
@@ -123,6 +124,7 @@ def _cadences(plan: Plan) -> Cadences:
 
 def _training(plan: Plan, out: Path, *, hooks: bool = True) -> Training:
     arguments = ["--job", JOB, "--out", str(out), "--steps", str(plan.steps), "--seed", str(plan.seed)]
+    arguments += ["--size", plan.size]
     arguments += ["--step-delay", str(plan.step_delay_s if hooks else 0)]
     spoiled = ("-m", "toprope.chaos.spoil", plan.spoil) if plan.spoil and hooks else ()
     return Training(

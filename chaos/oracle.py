@@ -41,6 +41,7 @@ def torn_restores(events: Iterable[Event]) -> tuple[str, ...]:
     found: list[str] = []
     last: dict[tuple[int, int], int] = {}
     losses: dict[tuple[int, int], float] = {}
+    differ: set[int] = set()
     for event in events:
         process = (event.rank, event.pid)
         if event.event == "begin":
@@ -50,7 +51,8 @@ def torn_restores(events: Iterable[Event]) -> tuple[str, ...]:
                 found.append(f"rank {event.rank}: step {event.step} came after step {last.get(process)}")
             last[process] = event.step
             before = losses.setdefault((event.rank, event.step), event.loss)
-            if before != event.loss:
+            if before != event.loss and event.rank not in differ:  # the first tells all: each later one follows from it
+                differ.add(event.rank)
                 found.append(f"rank {event.rank}: step {event.step} lost {event.loss!r}, and {before!r} before")
     return tuple(found)
 

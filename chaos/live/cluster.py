@@ -13,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Protocol, Self
 
-from toprope.chaos.live.ask import get_desired
+from toprope.chaos.live.ask import get_desired, get_inventory
 from toprope.chaos.live.broker import start_broker
 from toprope.chaos.live.processes import Killed, Process, Running, free_port, kill_tree, wait_ready
 from toprope.coordinator.wire import Desired
@@ -49,6 +49,7 @@ class Node:
     name: str
     memory_dir: Path
     local_dir: Path
+    url: str = ""
     sidecar: Running | None = None
     agent: Process | None = None
 
@@ -131,7 +132,7 @@ class Cluster:
         arguments += ["--ready-file", str(ready)]
         words = ["sidecar", *arguments]
         node.sidecar = self.launch(f"sidecar of node {name}", words, log=self.log(f"sidecar-{name}"), env=env or {})
-        wait_ready(node.sidecar, ready)
+        node.url = str(wait_ready(node.sidecar, ready)["url"])
         return node
 
     def kill_node(self, name: str) -> list[Killed]:
@@ -146,6 +147,24 @@ class Cluster:
     def desired(self) -> Desired | None:
         """Return the coordinator's desired state, or None while it does not answer."""
         return get_desired(self.coordinator_url)
+
+    def describe(self) -> str:
+        """Return what coordinator and nodes say of themselves now, for a message."""
+        desired = self.desired()
+        lines = ["the coordinator does not answer"]
+        if desired is not None:
+            keep, dropped = [one.step for one in desired.keep], [one.step for one in desired.dropped]
+            lines = [f"desired {desired.version}: protected {desired.protected_step}, READY {desired.ready_step}"]
+            lines += [f"  keep {keep}, dropped {dropped}, read back {[task.key for task in desired.read_backs]}"]
+        for node in self.nodes.values():
+            inventory = get_inventory(node.url)
+            if inventory is None:
+                lines.append(f"node {node.name} does not answer")
+                continue
+            copies = sorted((copy.rank, copy.tier, copy.step) for copy in inventory.copies)
+            skipped = [(skip.rank, skip.step, skip.reason) for skip in inventory.skipped]
+            lines.append(f"node {node.name}: copies (rank, tier, step) {copies}, skipped {skipped}")
+        return "\n".join(lines)
 
     def stop(self) -> None:
         """End what still runs, trainers first; keep the memory directories with the rest."""

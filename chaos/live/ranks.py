@@ -16,8 +16,8 @@ _POLL_S = 0.01
 
 
 def warm_for_training() -> ForkServer:
-    """Return a server that has imported torch, the hook and the example."""
-    return ForkServer("train", "toprope.trainer_hooks.checkpointer", path=[example_script().parent])
+    """Return a server that has imported torch, what optimizers load on first use, the hook and the example."""
+    return ForkServer("train", "torch._dynamo", "toprope.trainer_hooks.checkpointer", path=[example_script().parent])
 
 
 @dataclass(slots=True, kw_only=True)

@@ -14,7 +14,7 @@ from tests.support.training import Reference
 from toprope.chaos.journal import JournalReader, read_finals
 from toprope.chaos.live.cluster import Cadences, Cluster, running_cluster
 from toprope.chaos.live.forking import ForkedServices, ForkServer
-from toprope.chaos.live.processes import wait_until
+from toprope.chaos.live.processes import LiveError, wait_until
 from toprope.chaos.live.ranks import World
 from toprope.chaos.oracle import compare, torn_restores
 
@@ -87,12 +87,15 @@ def assert_trained_through(job: Job) -> None:
     assert job.ranks.starts == 1
     assert {event.pid for event in job.journal.events} == set(job.ranks.pids.values())
     last_object_step = STEPS - STEPS % (2 * EVERY)
-    wait_until(
-        lambda: (desired := job.cluster.desired()) is not None and desired.ready_step == last_object_step,
-        what=f"step {last_object_step} is READY",
-        timeout_s=30,
-        alive=[process for process in (job.cluster.coordinator, job.cluster.broker) if process is not None],
-    )
+    try:
+        wait_until(lambda: ready_step(job.cluster) == last_object_step, what="the last one is READY", timeout_s=20)
+    except LiveError as error:
+        raise AssertionError(f"step {last_object_step} is not READY\n{job.cluster.describe()}") from error
+
+
+def ready_step(cluster: Cluster) -> int:
+    desired = cluster.desired()
+    return 0 if desired is None else desired.ready_step
 
 
 @pytest.mark.slow

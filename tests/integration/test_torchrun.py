@@ -1,0 +1,25 @@
+"""The demo itself, a little shorter: torchrun, two nodes, one killed."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from toprope.chaos import demo
+from toprope.chaos.progress import Progress
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_a_torchrun_job_that_loses_a_node_ends_bit_identical(tmp_path: Path) -> None:
+    plan = demo.Plan(steps=24, seed=2, size="tiny")
+
+    report = demo.run(plan, tmp_path, Progress(Console(file=io.StringIO())))
+
+    assert report.bit_identical == "yes", report.differences
+    assert report.broken == ()
+    assert {process.status for process in report.killed} == {-9}
+    assert len(report.killed) >= 4  # agent, two ranks, sidecar
