@@ -1,0 +1,259 @@
+"""The runtime's way from receipts to READY, and back from READY to an offer, over a store that can lose and lie."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+import msgspec
+import pytest
+from tests.support.fake_store import FakeStore
+from tests.support.reigns import JOB, SPEC, FakeNode, copy_of
+
+from toprope.coordinator.adapters.objects import ThreadedStore
+from toprope.coordinator.config import Address, Config
+from toprope.coordinator.ports import Ports
+from toprope.coordinator.runtime import Log, Runtime
+from toprope.coordinator.wire import AttemptView, Cadence, Copy, Desired, Inventory, OpenAnswer, OpenRequest, Place
+from toprope.store import manifest
+from toprope.store.digest import digest
+from toprope.store.errors import FencedError
+from toprope.store.log import read_log
+from toprope.store.manifest import File, Index, Manifest
+from toprope.store.names import Key, index_key, manifest_key, shard_key
+
+PATIENCE_S = 20.0
+
+
+@dataclass
+class FakeNodes:
+    """Answers for sidecars."""
+
+    nodes: dict[str, FakeNode] = field(default_factory=dict)
+
+    async def inventory(self, url: str) -> Inventory | None:
+        node = self.nodes.get(url.removeprefix("http://"))
+        return node.inventory() if node is not None and node.up else None
+
+
+@dataclass
+class FakeBroker:
+    """Keeps what was published."""
+
+    published: list[Desired] = field(default_factory=list)
+
+    async def publish(self, desired: Desired) -> None:
+        self.published.append(desired)
+
+
+@dataclass
+class Live:
+    """A coordinator that reigns in this event loop, over one node with one rank."""
+
+    runtime: Runtime
+    store: FakeStore
+    nodes: FakeNodes
+    node: FakeNode
+
+    async def open(self, launch_id: str = "1a" * 16) -> OpenAnswer:
+        world = (Place(rank=0, node=self.node.name, boot_id=self.node.boot_id),)
+        return await self.runtime.open(
+            OpenRequest(job=JOB, launch_id=launch_id, round=0, world=world, spec=SPEC, versions={})
+        )
+
+    def say(self) -> None:
+        self.runtime.heard(self.node.say())
+
+    def upload(self, view: AttemptView, step: int, *, change: Callable[[Index], Index] = lambda index: index) -> Copy:
+        """Write a shard and its index as a sidecar would, and let the node list it."""
+        name = {"attempt": view.number, "step": step, "rank": 0, "world": 1}
+        body = f"shard of step {step}".encode()
+        key = shard_key(JOB, **name, nonce="0a")
+        index = change(
+            Index(
+                job_uid=self.node.job_uid,
+                attempt=view.number,
+                attempt_uid=view.uid,
+                step=step,
+                rank=0,
+                world=1,
+                files=(File(key=key, bytes=len(body), digest=digest(body)),),
+                tensors=(),
+            )
+        )
+        encoded = manifest.encode(index)
+        named = index_key(JOB, **name, sha256=manifest.sha256(encoded))
+        self.store.objects[key], self.store.objects[named] = body, encoded
+        copy = msgspec.structs.replace(
+            copy_of(view.uid, step, 0, "object", world=1, attempt=view.number, digest_is=digest(body)),
+            key=key,
+            bytes=len(body),
+            index_key=named,
+            index_sha256=manifest.sha256(encoded),
+        )
+        self.node.copies.append(copy)
+        return copy
+
+    async def until(self, done: Callable[[Desired], bool]) -> Desired:
+        """Wait for a Desired of which ``done`` is true."""
+        seen = (0, 0)
+        async with asyncio.timeout(PATIENCE_S):
+            while True:
+                await self.runtime.desired_after(*seen)
+                desired = self.runtime.desired()
+                assert desired is not None
+                if done(desired):
+                    return desired
+                seen = desired.term, desired.version
+
+    async def failed_commits(self, count: int) -> None:
+        """Wait until as many commits have come to nothing."""
+        async with asyncio.timeout(PATIENCE_S):
+            while self.failures < count:  # noqa: ASYNC110 - a metric tells nobody
+                await asyncio.sleep(0.01)
+
+    @property
+    def failures(self) -> float:
+        return self.runtime.registry.get_sample_value("toprope_commits_failed_total") or 0.0
+
+
+@asynccontextmanager
+async def reigning(store: FakeStore | None = None, node: FakeNode | None = None) -> AsyncIterator[Live]:
+    """Run a coordinator while the context lasts."""
+    store = store or FakeStore()
+    config = Config(
+        job=JOB,
+        store="",
+        listen=Address(host="127.0.0.1", port=0),
+        broker=None,
+        embedded_broker=None,
+        cadence=Cadence(from_step=0, every=1, local_every=1, object_every=1),
+        token="",
+        ready_file=None,
+        heartbeat_s=0.05,
+        tick_s=0.02,
+    )
+    runtime = Runtime(config)
+    nodes, stop = FakeNodes(), asyncio.Event()
+    ports = Ports(store=ThreadedStore(store), nodes=nodes, broker=FakeBroker())
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(runtime.reign(ports, url="http://c", stop=stop))
+        async with asyncio.timeout(PATIENCE_S):
+            while runtime.core is None:  # noqa: ASYNC110 - it begins when it was elected
+                await asyncio.sleep(0.01)
+        node = node or FakeNode(name="a", job_uid=runtime.core.journal.state.job_uid)
+        nodes.nodes[node.name] = node
+        live = Live(runtime, store, nodes, node)
+        live.say()
+        yield live
+        stop.set()
+
+
+async def opened(live: Live) -> AttemptView:
+    answer = await live.open()
+    assert answer.attempt is not None, answer
+    return answer.attempt
+
+
+async def test_a_step_becomes_ready_once_its_object_was_read_back_and_its_index_agrees() -> None:
+    async with reigning() as live:
+        view = await opened(live)
+        copy = live.upload(view, 3)
+        live.say()
+        await live.until(lambda desired: desired.ready_step == 3)
+    state = read_log(live.store, JOB)
+    (ready,) = state.readies.values()
+    key = manifest_key(JOB, attempt=1, step=3, sha256=ready.manifest_sha256)
+    made = manifest.decode(live.store.objects[key], Manifest, key=key, expected_sha256=ready.manifest_sha256)
+    assert [(shard.rank, shard.index_key, shard.digest) for shard in made.shards] == [(0, copy.index_key, copy.digest)]
+
+
+@pytest.mark.parametrize("field_name", ["step", "attempt_uid", "job_uid", "rank", "world", "attempt", "files"])
+async def test_an_index_that_says_something_else_than_its_receipt_makes_nothing_ready(field_name: str) -> None:
+    def change(index: Index) -> Index:
+        wrong = {"attempt_uid": "77" * 16, "job_uid": "77" * 16, "files": ()}.get(field_name, 9)
+        return msgspec.structs.replace(index, **{field_name: wrong})
+
+    async with reigning() as live:
+        live.upload(await opened(live), 3, change=change)
+        live.say()
+        await live.failed_commits(1)
+    assert not read_log(live.store, JOB).readies
+
+
+async def test_an_index_of_other_bytes_than_its_name_makes_nothing_ready() -> None:
+    async with reigning() as live:
+        copy = live.upload(await opened(live), 3)
+        live.store.objects[Key(copy.index_key)] += b" "
+        live.say()
+        await live.failed_commits(1)
+    assert not read_log(live.store, JOB).readies
+
+
+async def test_an_object_of_other_bytes_than_its_receipt_makes_nothing_ready() -> None:
+    async with reigning() as live:
+        view = await opened(live)
+        copy = live.upload(view, 3)
+        live.store.objects[Key(copy.key)] = b"shard of step 4"
+        live.say()
+        live.upload(view, 5)
+        live.say()
+        await live.until(lambda desired: desired.ready_step == 5)
+    assert [ready.step for ready in read_log(live.store, JOB).readies.values()] == [5]
+
+
+async def test_a_store_that_loses_requests_and_replies_still_gets_each_record_once() -> None:
+    async with reigning() as live:
+        live.store.faults.extend(["reply lost", "none", "request lost", "reply lost"])
+        answer = await live.open()
+        while answer.code == "unavailable":
+            answer = await live.open()
+        assert answer.attempt is not None
+        live.store.faults.extend(["none", "reply lost"])
+        live.upload(answer.attempt, 3)
+        live.say()
+        await live.until(lambda desired: desired.ready_step == 3)
+    state = read_log(live.store, JOB)
+    assert (state.attempt_number, len(state.readies)) == (1, 1)
+
+
+async def test_a_coordinator_that_finds_a_later_term_in_the_log_ends_fenced() -> None:
+    async def fenced() -> None:
+        async with reigning() as live:
+            other = Log(ThreadedStore(live.store), JOB, writer_id="other")
+            await other.elect(job_uid="0b" * 16)
+            await asyncio.sleep(PATIENCE_S)
+
+    with pytest.raises(BaseExceptionGroup) as caught:
+        await fenced()
+    assert leaves(caught.value) == {FencedError}
+
+
+def leaves(error: BaseException) -> set[type[BaseException]]:
+    if isinstance(error, BaseExceptionGroup):
+        return {leaf for one in error.exceptions for leaf in leaves(one)} - {asyncio.CancelledError}
+    return {type(error)}
+
+
+async def test_the_next_term_offers_the_newest_ready_that_is_whole() -> None:
+    async with reigning() as live:
+        view = await opened(live)
+        copies = []
+        for step in (3, 5):
+            copies.append(live.upload(view, step))
+            live.say()
+            await live.until(lambda desired, step=step: desired.ready_step == step)  # type: ignore[misc] # bound now
+    live.store.objects[Key(copies[1].index_key)] += b" "
+    live.node.copies = []
+    async with reigning(live.store, live.node) as after:
+        answer = await after.open("2b" * 16)
+        assert answer.attempt is not None
+        assert (answer.attempt.source, answer.attempt.from_step) == ("ready", 3)
+        (shard,) = answer.attempt.restore
+        assert [(source.tier, source.key) for source in shard.sources] == [("object", copies[0].key)]
+        state = after.runtime.core.journal.state if after.runtime.core is not None else None
+        assert state is not None
+        assert state.attempt is not None
+        assert "SHA-256" in state.attempt.why
