@@ -48,7 +48,8 @@ def why_too_little(room: Room, needed: int, *, what: str) -> str | None:
     if room.directory_total <= CONTAINER_SHM_BYTES:
         text += (
             f". {room.directory} holds {_size(room.directory_total)} in all "
-            "(containers get 64 MiB unless told otherwise): give it more with --shm-size, or an emptyDir with medium: Memory"
+            "(containers get 64 MiB unless told otherwise): "
+            "give it more with --shm-size, or an emptyDir with medium: Memory"
         )
     return text
 

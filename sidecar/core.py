@@ -170,7 +170,7 @@ class Core:
 
     def _on_join(self, trainer: Trainer, frame: wire.Join) -> None:
         notes = self.notes[trainer.rank]
-        trainer.attempt_uid, trainer.joined, trainer.seen = frame.attempt_uid, True, False
+        trainer.attempt_uid, trainer.joined, trainer.seen, trainer.misses = frame.attempt_uid, True, False, 0
         trainer.told.clear()
         if notes.attempt_uid != frame.attempt_uid:
             notes.attempt_uid, notes.step, notes.verdict = frame.attempt_uid, 0, None
@@ -188,6 +188,12 @@ class Core:
         self.desired = new
         reason = new.refused.get(self.me.incarnation)
         return [] if reason is None else [do.Exit(reason=reason)]
+
+    def _on_confirmed(self, _event: on.DesiredConfirmed) -> list[Effect]:
+        if self.desired is not None:
+            for connection in sorted(self.trainers):
+                self.trainers[connection].miss(self.desired)
+        return []
 
     def _on_open_answered(self, event: on.OpenAnswered) -> list[Effect]:
         trainer = self.trainers.get(event.connection)
@@ -510,14 +516,18 @@ class Core:
         return [self._rank_state(rank) for rank in sorted(connected | locked | (placed & set(self.notes)))]
 
     def _rank_state(self, rank: int) -> RankState:
+        """Return where a rank stands; what its frames have not said since this sidecar started, its slots say."""
         notes = self.notes.get(rank, RankNotes())
         holder = self.slots.holder_launch(rank)
+        records = self.slots.of_rank(rank)
+        newest = max((record.shard for record in records if record.shard is not None), default=None)
+        known = notes.attempt_uid != "" or newest is None
         return RankState(
             rank=rank,
-            world=notes.world,
+            world=notes.world or max((record.world for record in records), default=0),
             launch_id=holder if holder is not None else notes.launch_id,
-            attempt_uid=notes.attempt_uid,
-            step=notes.step,
+            attempt_uid=notes.attempt_uid if newest is None or known else newest.attempt_uid,
+            step=notes.step if newest is None or known else newest.step,
             lock_held=holder is not None,
             state_bytes=self.slots.wanted_bytes.get(rank, 0),
             verdict=self.restore.verdict(notes.attempt_uid) or notes.verdict,
@@ -550,6 +560,7 @@ class Core:
         on.FrameArrived: _on_frame,
         on.ConnectionClosed: _on_closed,
         on.DesiredArrived: _on_desired,
+        on.DesiredConfirmed: _on_confirmed,
         on.OpenAnswered: _on_open_answered,
         on.SlotsSeen: _on_slots_seen,
         on.SlotsRefused: _on_slots_refused,

@@ -33,6 +33,11 @@ class DesiredArrived:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DesiredConfirmed:
+    """The coordinator itself was asked, and what is known now is what it said."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class OpenAnswered:
     """The coordinator answered the OPEN of this connection."""
 
@@ -230,6 +235,7 @@ Event: TypeAlias = (
     FrameArrived
     | ConnectionClosed
     | DesiredArrived
+    | DesiredConfirmed
     | OpenAnswered
     | SlotsSeen
     | SlotsRefused

@@ -37,6 +37,7 @@ from toprope.trainer_hooks import wire
 TICK_S = 0.25
 HTTP_REPORT_AFTER_S = 1.0
 HTTP_REPORT_EVERY_S = 1.0
+HTTP_CHECK_EVERY_S = 5.0
 WATCH_RETRY_S = 0.5
 HASH_THREADS = 2
 BULK_THREADS = 16
@@ -336,6 +337,7 @@ class Sidecar:
     async def _fetch(self) -> None:
         with self._asking():
             self.take_desired(await self._parts.ports.coordinator.get_desired(newer_than=None))
+            self.post(on.DesiredConfirmed())
 
     @contextlib.contextmanager
     def _asking(self) -> Iterator[None]:
@@ -404,16 +406,24 @@ class Sidecar:
                 await asyncio.sleep(WATCH_RETRY_S)
 
     async def watch_desired(self) -> None:
-        """Hear the coordinator's document by HTTP for as long as no broker brings it."""
+        """Hear the coordinator's document by HTTP: at once while no broker brings it, now and then while one does.
+
+        For the broker may be connected here and cut off from the coordinator.
+        """
         while True:
-            if self._parts.ports.broker.connected():
-                await asyncio.sleep(HTTP_REPORT_AFTER_S)
-                continue
             before = self._parts.core.desired
+            if self._parts.ports.broker.connected():
+                await self._lost_broker_within(HTTP_CHECK_EVERY_S)
+                before = None
             with self._asking():
                 self.take_desired(await self._parts.ports.coordinator.get_desired(newer_than=before))
             if self._parts.core.desired is before:
                 await asyncio.sleep(WATCH_RETRY_S)
+
+    async def _lost_broker_within(self, seconds: float) -> None:
+        end_s = self._loop.time() + seconds
+        while self._parts.ports.broker.connected() and self._loop.time() < end_s:
+            await asyncio.sleep(WATCH_RETRY_S)
 
     def endless(self) -> tuple[Coroutine[Any, Any, None], ...]:
         """Return the work that goes on until the end."""

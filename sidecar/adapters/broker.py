@@ -92,21 +92,24 @@ class MqttBroker:
             keepalive=KEEPALIVE_S,
             timeout=TIMEOUT_S,
         ) as client:
-            await client.publish(self._topic("presence"), encode(self._presence), qos=1, retain=True)
-            await client.subscribe(f"toprope/{self._job}/desired", qos=1)
-            self._client = client
-            metrics.BROKER_UP.set(1)
-            log.info("broker %s:%d: connected", self._address.host, self._address.port)
-            inventory = self._newest()
-            if inventory is not None:
-                await client.publish(self._topic("inventory"), encode(inventory), qos=1, retain=True)
             try:
-                async for message in client.messages:
-                    self._take(message)
+                await self._converse(client)
             except asyncio.CancelledError:
                 with contextlib.suppress(aiomqtt.MqttError, TimeoutError):
                     await client.publish(self._topic("presence"), encode(gone), qos=1, retain=True, timeout=1.0)
                 raise
+
+    async def _converse(self, client: aiomqtt.Client) -> None:
+        await client.publish(self._topic("presence"), encode(self._presence), qos=1, retain=True)
+        await client.subscribe(f"toprope/{self._job}/desired", qos=1)
+        self._client = client
+        metrics.BROKER_UP.set(1)
+        log.info("broker %s:%d: connected", self._address.host, self._address.port)
+        inventory = self._newest()
+        if inventory is not None:
+            await client.publish(self._topic("inventory"), encode(inventory), qos=1, retain=True)
+        async for message in client.messages:
+            self._take(message)
 
     def _take(self, message: aiomqtt.Message) -> None:
         try:

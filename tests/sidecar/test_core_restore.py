@@ -1,0 +1,201 @@
+"""What the core stages for a restore and what trainers are told, as sentences."""
+
+from __future__ import annotations
+
+from tests.support.core_driver import UID, Driver, shard
+
+from toprope.coordinator.wire import OpenAnswer, RestoreShard, Source
+from toprope.sidecar import effects as do
+from toprope.sidecar import events as on
+from toprope.sidecar.values import Way
+from toprope.trainer_hooks import wire
+
+NEW = "2b" * 16
+WANTED = RestoreShard(
+    rank=0,
+    bytes=50,
+    digest=shard(1).digest,
+    sources=(
+        Source(tier="memory", node="a", url="http://a"),
+        Source(tier="peer", node="b", url="http://b"),
+        Source(tier="object", key="k"),
+    ),
+)
+STAGED = wire.StagedShard(rank=0, path="/p", bytes=50, digest=shard(1).digest, tier="peer", node="b")
+
+
+def opened(phase: str = "opened") -> Driver:
+    """Return a node whose trainer of launch bb has joined attempt 2, to be restored from step 1 of attempt 1."""
+    driver = Driver()
+    driver.want()
+    driver.hello(launch_id="bb")
+    reopen(driver, phase)
+    driver.frame(wire.Join(attempt_uid=NEW))
+    return driver
+
+
+def reopen(driver: Driver, phase: str, *, uid: str = NEW, number: int = 2, reason: str = "") -> None:
+    """Let attempt 2 be in this phase."""
+    driver.attempt(
+        number=number,
+        uid=uid,
+        launch_id="bb",
+        source="held",
+        source_attempt_uid=UID,
+        from_step=1,
+        restore=(WANTED,),
+        phase=phase,
+        reason=reason,
+    )
+
+
+def test_each_shard_is_staged_once_by_the_ways_of_the_decision() -> None:
+    driver = opened()
+    (stage,) = driver.all(do.Stage)
+    assert stage.ways == (
+        Way(kind="node", tier="peer", node="b", url="http://b"),
+        Way(kind="object", tier="object", key="k"),
+    )
+    driver.hello(connection=2, launch_id="bb", rank=1, world=2)
+    driver.frame(wire.Join(attempt_uid=NEW), connection=2)
+    assert driver.all(do.Stage) == []
+
+
+def test_own_copies_of_that_digest_come_first_nearest_first() -> None:
+    driver = Driver()
+    driver.train()
+    driver.snapshot(0, 1)
+    driver.on(on.LocalStored(shard=shard(1), path="/l/1", slot=None))
+    driver.on(on.SpareSeen(rank=0, spare=1, shard=shard(1, digest="f" * 32)))
+    reopen(driver, "opened")
+    driver.hello(connection=2, launch_id="bb")
+    driver.frame(wire.Join(attempt_uid=NEW), connection=2)
+    (stage,) = driver.all(do.Stage)
+    assert [(way.kind, way.tier, way.path) for way in stage.ways[:2]] == [
+        ("here", "memory", "/slots/0/0"),
+        ("here", "local", "/l/1"),
+    ]
+    assert [way.kind for way in stage.ways[2:]] == ["node", "object"], "a copy of another digest is no way"
+
+
+def test_nothing_is_staged_before_a_rank_has_joined() -> None:
+    driver = Driver()
+    driver.want()
+    reopen(driver, "opened")
+    assert driver.all(do.Stage) == []
+
+
+def test_the_trainer_goes_step_by_step_as_all_ranks_do() -> None:
+    driver = opened()
+    assert driver.sent(wire.Staged) == []
+    driver.on(on.ShardStaged(attempt_uid=NEW, shard=STAGED))
+    assert driver.sent(wire.Staged) == [wire.Staged(attempt_uid=NEW, shards=(STAGED,))]
+    driver.frame(wire.Verdict(attempt_uid=NEW, phase="staged", ok=True))
+    assert driver.sent(wire.Go) == []
+    verdict = driver.inventory.ranks[0].verdict
+    assert verdict is not None
+    assert (verdict.phase, verdict.ok) == ("staged", True)
+    reopen(driver, "staged")
+    assert driver.sent(wire.Go) == [wire.Go(attempt_uid=NEW, phase="staged", ok=True)]
+    reopen(driver, "applied")
+    assert driver.sent(wire.Go) == [wire.Go(attempt_uid=NEW, phase="applied", ok=True)]
+    driver.tick(1.0)
+    assert driver.all(do.Send) == []
+
+
+def test_a_late_document_still_tells_both_phases_in_order() -> None:
+    driver = opened("applied")
+    driver.on(on.ShardStaged(attempt_uid=NEW, shard=STAGED))
+    assert [go.phase for go in driver.sent(wire.Go)] == ["staged", "applied"]
+
+
+def test_a_shard_that_cannot_be_had_is_the_verdict_of_the_rank() -> None:
+    driver = opened()
+    driver.on(on.StageFailed(attempt_uid=NEW, rank=0, reason="peer of b: gone"))
+    verdict = driver.inventory.ranks[0].verdict
+    assert verdict is not None
+    assert (verdict.attempt_uid, verdict.ok, verdict.reason) == (NEW, False, "rank 0: peer of b: gone")
+
+
+def test_a_failed_attempt_sends_every_trainer_back() -> None:
+    driver = opened()
+    reopen(driver, "failed", reason="rank 1 has none")
+    assert driver.sent(wire.Go) == [wire.Go(attempt_uid=NEW, phase="staged", ok=False, reason="rank 1 has none")]
+    driver.tick(1.0)
+    assert driver.all(do.Send) == []
+
+
+def test_an_attempt_that_is_replaced_while_it_is_restored_sends_its_trainer_back() -> None:
+    driver = opened()
+    reopen(driver, "opened", uid="3c" * 16, number=3)
+    (go,) = driver.sent(wire.Go)
+    assert (go.attempt_uid, go.ok) == (NEW, False)
+
+
+def test_an_attempt_that_was_replaced_before_it_was_heard_of_here_does_not_keep_a_trainer_waiting() -> None:
+    driver = Driver()
+    driver.want()
+    driver.hello(launch_id="bb")
+    reopen(driver, "opened", uid="3c" * 16, number=3)
+    driver.frame(wire.Join(attempt_uid=NEW))
+    for _ in range(2):
+        driver.on(on.DesiredConfirmed())
+        assert driver.sent(wire.Go) == []
+    driver.on(on.DesiredConfirmed())
+    assert [go.ok for go in driver.sent(wire.Go)] == [False]
+
+
+def test_while_a_trainer_waits_for_its_attempt_the_coordinator_is_asked() -> None:
+    driver = Driver()
+    driver.want()
+    driver.tick(10.0)
+    driver.hello(launch_id="bb")
+    driver.frame(wire.Join(attempt_uid=NEW))
+    assert driver.all(do.FetchDesired) == [do.FetchDesired()]
+    driver.tick(0.1)
+    assert driver.all(do.FetchDesired) == [], "but not without pause"
+    driver.tick(0.3)
+    assert driver.all(do.FetchDesired) == [do.FetchDesired()]
+
+
+def test_open_is_answered_when_the_document_with_that_attempt_is_here() -> None:
+    driver = Driver()
+    driver.want()
+    driver.hello(launch_id="bb")
+    reopen(driver, "opened")
+    view = driver.desired.attempt
+    fresh = Driver()
+    fresh.want()
+    fresh.hello(launch_id="bb")
+    fresh.on(on.OpenAnswered(connection=1, answer=OpenAnswer(attempt=view)))
+    assert fresh.sent(wire.Attempt) == []
+    reopen(fresh, "opened")
+    (answer,) = fresh.sent(wire.Attempt)
+    assert (answer.uid, answer.from_step, answer.source) == (NEW, 1, "held")
+
+
+def test_errors_of_the_coordinator_are_passed_on() -> None:
+    driver = Driver()
+    driver.want()
+    driver.hello()
+    driver.on(on.OpenAnswered(connection=1, answer=OpenAnswer(code="busy", text="rank 0 lives on b")))
+    assert driver.sent(wire.Error) == [wire.Error(code="busy", text="rank 0 lives on b")]
+
+
+def test_staged_files_are_dropped_once_the_attempt_is_applied_or_over() -> None:
+    for end in ("applied", "failed"):
+        driver = opened()
+        reopen(driver, end)
+        assert driver.all(do.DropStage) == [do.DropStage(keep="")]
+
+
+def test_a_damaged_own_copy_is_listed_no_more() -> None:
+    driver = Driver()
+    driver.train()
+    driver.snapshot(0, 1)
+    driver.on(on.LocalStored(shard=shard(1), path="/l/1", slot=None))
+    driver.on(on.SpareSeen(rank=0, spare=0, shard=shard(1)))
+    for tier in ("memory", "peer", "local"):
+        assert driver.copies(tier) == [1]
+        driver.on(on.CopyDoubted(attempt_uid=UID, step=1, rank=0, tier=tier))
+        assert driver.copies(tier) == []
