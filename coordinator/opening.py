@@ -102,15 +102,17 @@ def hindrance(
 
 
 def striking(request: OpenRequest, journal: Journal, progress: phases.Progress) -> Mapping[tuple[str, int], str]:
-    """Return the source to strike off: that of an attempt that failed, or that its own launch gave up."""
+    """Return the source to strike off: that of an attempt that a rank failed, or that its own launch gave up.
+
+    Ranks that only went silent say nothing against the source: the next launch may begin from it.
+    """
     attempt, source = journal.state.attempt, journal.source
     if attempt is None or source is None or source in journal.state.struck:
         return {}
-    if progress.phase == "failed":
-        return {source: progress.reason}
-    if request.launch_id == attempt.launch_id and progress.phase != "applied":
-        return {source: f"launch {attempt.launch_id[:8]} opened round {request.round} without it"}
-    return {}
+    given_up = request.launch_id == attempt.launch_id and progress.phase != "applied"
+    if not given_up and not progress.by_verdict:
+        return {}
+    return {source: progress.reason or f"launch {attempt.launch_id[:8]} opened round {request.round} without it"}
 
 
 def decide(  # noqa: PLR0913 - all that a restore decision rests on

@@ -14,10 +14,11 @@ Phase: TypeAlias = Literal["opened", "staged", "applied", "failed"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """A phase and, for ``failed``, why."""
+    """A phase and, for ``failed``, why. ``by_verdict``: a rank said so; else it was only that ranks said nothing."""
 
     phase: Phase
     reason: str = ""
+    by_verdict: bool = False
 
 
 def verdicts(nodes: Sequence[Node], attempt_uid: str) -> dict[int, tuple[str, RankVerdict]]:
@@ -54,7 +55,7 @@ def advance(
         if not verdict.ok
     ]
     if bad:
-        return Progress(phase="failed", reason="; ".join(bad))
+        return Progress(phase="failed", reason="; ".join(bad), by_verdict=True)
     applied = [rank for rank, (_, verdict) in said.items() if verdict.phase == "applied"]
     if len(applied) == world:
         return Progress(phase="applied")

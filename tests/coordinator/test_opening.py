@@ -423,3 +423,26 @@ def test_ids_that_are_none_are_refused_before_they_reach_the_log() -> None:
     for one in wrong:
         assert code(reign.request(one)) == "refused"
     assert reign.state.attempt_number == 0
+
+
+def test_a_source_whose_ranks_only_went_silent_is_begun_from_by_the_next_launch() -> None:
+    reign = training()
+    reign.hold(2, tiers=("memory", "peer"))
+    restarted(reign)
+    reign.wait(301)
+    assert reign.desired.attempt is not None
+    assert reign.desired.attempt.phase == "failed"
+    view = opened(reign.ask("a", "b", launch_id="3c" * 16)).attempt
+    assert view is not None
+    assert view.from_step == 2
+
+
+def test_a_source_that_is_silent_for_the_same_launch_is_struck_off() -> None:
+    reign = training()
+    reign.hold(2, tiers=("memory", "peer"))
+    reign.hold(4, tiers=("memory", "peer"))
+    restarted(reign)
+    reign.wait(301)
+    view = opened(reign.ask("a", "b", launch_id=OTHER, round_number=1)).attempt
+    assert view is not None
+    assert view.from_step == 2
