@@ -20,7 +20,7 @@ from toprope.coordinator.wire import Kept, Tier
 class Safety:
     """For one attempt: the newest protected step and the newest step at hand (0: none), and each rank's steps.
 
-    ``hopeless``: steps of which some rank's shard is in memory, and another's is nowhere and never will be.
+    ``hopeless``: steps that some rank has in memory, and another has not and never will, so that it can't be protected.
     """
 
     protected_step: int
@@ -35,12 +35,10 @@ def assess(nodes: Sequence[Node], *, attempt_uid: str, world: int) -> Safety:
     memory: dict[tuple[int, int], list[tuple[Node, str]]] = defaultdict(list)
     peer: dict[tuple[int, int], list[tuple[Node, str]]] = defaultdict(list)
     newest: dict[int, dict[Tier, int]] = {rank: {} for rank in range(world)}
-    held: set[tuple[int, int]] = set()
     for node in nodes:
         for copy in node.copies(attempt_uid):
             if copy.world != world or copy.rank not in newest:
                 continue
-            held.add((copy.step, copy.rank))
             newest[copy.rank][copy.tier] = max(copy.step, newest[copy.rank].get(copy.tier, 0))
             if copy.tier == "memory":
                 memory[copy.step, copy.rank].append((node, copy.digest))
@@ -54,7 +52,7 @@ def assess(nodes: Sequence[Node], *, attempt_uid: str, world: int) -> Safety:
     def will_never_be(step: int, rank: int) -> bool:
         # a trainer snapshots in order; a skip of which no frame came shows by a later snapshot
         gone_on = newest[rank].get("memory", 0) > step
-        return (step, rank) not in held and ((step, rank) in skipped or gone_on)
+        return not memory[step, rank] and ((step, rank) in skipped or gone_on)
 
     return Safety(
         protected_step=max(protected, default=0),

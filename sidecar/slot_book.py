@@ -256,7 +256,8 @@ class SlotBook:
         wanted = self.wanted_bytes.get(to.rank, 0)
         records = [record for record in self.of_rank(to.rank) if record.capacity >= wanted]
         free = [record for record in records if _is_free_for(record, to)]
-        if not free and not any(record.phase is Phase.GRANTED for record in records):
+        # without a word of the coordinator since its own start, a sidecar can't know what is kept: it frees nothing
+        if needs.attempt_uid and not free and not any(record.phase is Phase.GRANTED for record in records):
             victim = _victim(records, needs=needs, launch_id=to.launch_id, now_s=now_s)
             free = [victim] if victim is not None else []
         return [self._grant(record, to) for record in free]

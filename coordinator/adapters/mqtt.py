@@ -45,6 +45,7 @@ class Mqtt:
         self._deliver = deliver
         self._connected = connected
         self._client: aiomqtt.Client | None = None
+        self._publishing: asyncio.Timeout | None = None
 
     async def publish(self, desired: Desired) -> None:
         """Publish the retained document. Without a connection nothing is done: a new one publishes anew."""
@@ -52,11 +53,12 @@ class Mqtt:
         if client is None:
             return
         try:
-            await client.publish(
-                f"toprope/{self._job}/desired", encode(desired), qos=1, retain=True, timeout=_TIMEOUT_S
-            )
-        except aiomqtt.MqttError as error:
+            async with asyncio.timeout(_TIMEOUT_S) as self._publishing:
+                await client.publish(f"toprope/{self._job}/desired", encode(desired), qos=1, retain=True)
+        except (aiomqtt.MqttError, TimeoutError) as error:
             _LOG.warning("desired version %d was not published: %s", desired.version, error)
+        finally:
+            self._publishing = None
 
     async def run(self) -> None:
         """Stay connected until cancelled."""
@@ -70,6 +72,8 @@ class Mqtt:
                 failures = 0 if self.is_connected else failures + 1
             finally:
                 self._client, self.is_connected = None, False
+                if self._publishing is not None:  # no answer will come over a connection that is gone
+                    self._publishing.reschedule(asyncio.get_running_loop().time())
             delay_s = _BACK_OFF_S[min(failures, len(_BACK_OFF_S) - 1)]
             await asyncio.sleep(delay_s * random.uniform(0.5, 1.0))  # noqa: S311 - jitter, no secret
 

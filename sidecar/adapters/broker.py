@@ -43,6 +43,7 @@ class MqttBroker:
         self._newest = newest
         self._on_desired = on_desired
         self._client: aiomqtt.Client | None = None
+        self._publishing: asyncio.Timeout | None = None
         self._random = random.SystemRandom()
 
     async def publish_inventory(self, inventory: Inventory) -> bool:
@@ -51,9 +52,12 @@ class MqttBroker:
         if client is None:
             return False
         try:
-            await client.publish(self._topic("inventory"), encode(inventory), qos=1, retain=True)
-        except aiomqtt.MqttError:
+            async with asyncio.timeout(TIMEOUT_S) as self._publishing:
+                await client.publish(self._topic("inventory"), encode(inventory), qos=1, retain=True)
+        except (aiomqtt.MqttError, TimeoutError):
             return False
+        finally:
+            self._publishing = None
         return True
 
     def connected(self) -> bool:
@@ -73,6 +77,8 @@ class MqttBroker:
                 log.warning("broker %s:%d: %s", self._address.host, self._address.port, error)
             finally:
                 self._client = None
+                if self._publishing is not None:  # no answer will come over a connection that is gone
+                    self._publishing.reschedule(asyncio.get_running_loop().time())
                 metrics.BROKER_UP.set(0)
             delay = BACK_OFF_S[min(failures, len(BACK_OFF_S) - 1)]
             await asyncio.sleep(delay * self._random.uniform(0.5, 1.0))

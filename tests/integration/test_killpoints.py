@@ -12,7 +12,7 @@ import pytest
 from toprope.chaos.killpoints import FILE_VARIABLE, LOG_VARIABLE, arm, passed
 from toprope.chaos.live.cluster import Cadences, Cluster
 from toprope.chaos.live.forking import Forked, ForkedServices, ForkServer
-from toprope.chaos.live.processes import Running, wait_until
+from toprope.chaos.live.processes import LiveError, Running, wait_until
 from toprope.store.fold import JobState
 from toprope.store.log import read_log
 from toprope.store.objects.directory import DirectoryStore
@@ -20,6 +20,7 @@ from toprope.store.verify import verify_checkpoint, verify_facts
 
 JOB = "points"
 FIRE_TIMEOUT_S = 20.0
+READY_TIMEOUT_S = 30.0
 ROLES = ("trainer", "sidecar-a", "sidecar-b", "coordinator")
 """Node a has the trainer; node b holds its peer copies and reads its objects back."""
 
@@ -75,8 +76,10 @@ class Theatre:
         return [state.readies[seq].step for seq in state.live]
 
     def wait_for_a_new_ready(self, *, above: int, what: str) -> None:
-        others = [process for role, process in self.processes.items() if role != "trainer"]
-        wait_until(lambda: len(self.state().live) > above, what=f"READY {what}", timeout_s=30, alive=others)
+        try:
+            wait_until(lambda: len(self.state().live) > above, what="READY", timeout_s=READY_TIMEOUT_S)
+        except LiveError as error:
+            raise AssertionError(f"nothing new was READY {what}\n{self.cluster.describe()}") from error
 
 
 @pytest.fixture(scope="module")
@@ -121,7 +124,10 @@ def _strike(theatre: Theatre, role: str, point: str) -> None:
     before = theatre.ready_steps()
     victim = theatre.processes[role]
     arm(theatre.kill_file(role), point)
-    wait_until(lambda: victim.status() is not None, what=f"{role} dies at {point}", timeout_s=FIRE_TIMEOUT_S)
+    try:
+        wait_until(lambda: victim.status() is not None, what="it dies", timeout_s=FIRE_TIMEOUT_S)
+    except LiveError as error:
+        raise AssertionError(f"{role} did not die at {point}\n{theatre.cluster.describe()}") from error
     assert victim.status() == -9, f"{role} ended at {point} with {victim.status()}"
     theatre.fired.append(f"{role} {point}")
 

@@ -119,7 +119,7 @@ def test_a_killed_rank_goes_on_from_its_nodes_memory(
 def test_a_killed_node_goes_on_from_its_peers_memory(
     seed: int, tmp_path: Path, fork_server: ForkServer, services: ForkedServices, reference: Reference
 ) -> None:
-    with job_in_training(tmp_path, fork_server, services, delay_s=0.05) as job:
+    with job_in_training(tmp_path, fork_server, services, delay_s=0.1) as job:
         job.train_to(kill_step(seed))
         job.ranks.kill(1)
         killed = job.cluster.kill_node("b")
@@ -161,7 +161,7 @@ def test_a_killed_sidecar_never_stops_training(
 def test_a_killed_coordinator_never_stops_training(
     seed: int, tmp_path: Path, fork_server: ForkServer, services: ForkedServices, reference: Reference
 ) -> None:
-    with job_in_training(tmp_path, fork_server, services, delay_s=0.05) as job:
+    with job_in_training(tmp_path, fork_server, services, delay_s=0.1) as job:
         job.train_to(kill_step(seed))
         assert job.cluster.coordinator is not None
         assert job.cluster.coordinator.kill().status == -9
@@ -177,7 +177,7 @@ def test_a_killed_coordinator_never_stops_training(
 def test_a_killed_broker_never_stops_training(
     seed: int, tmp_path: Path, fork_server: ForkServer, services: ForkedServices, reference: Reference
 ) -> None:
-    with job_in_training(tmp_path, fork_server, services, delay_s=0.05) as job:
+    with job_in_training(tmp_path, fork_server, services, delay_s=0.1) as job:
         job.train_to(kill_step(seed))
         assert job.cluster.broker is not None
         assert job.cluster.broker.kill().status == -9
