@@ -112,9 +112,8 @@ class _Routes:
         self._service = service
 
     async def put_inventory(self, request: web.Request) -> web.Response:
-        body = await request.content.read(MAX_INVENTORY_BYTES + 1)
         try:
-            inventory = decode(body, Inventory, limit=MAX_INVENTORY_BYTES)
+            inventory = decode(await request.read(), Inventory, limit=MAX_INVENTORY_BYTES)
             checked_id(inventory.node, what="node")
         except (DocumentError, UsageError) as error:
             raise web.HTTPBadRequest(text=f"{error}\n") from error
