@@ -49,9 +49,6 @@ from toprope.coordinator.wire import (
     RestoreShard,
 )
 
-_WHY_CHARS_MAX = 4000
-_STRUCK_WHY_CHARS_MAX = 500
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:

@@ -87,7 +87,6 @@ class Choice:
     step: int
     ready: int | None
     digests: tuple[str, ...]
-    shards: tuple[RestoreShard, ...]
     why: str
 
 
@@ -206,7 +205,6 @@ def _chosen(
         step=step,
         ready=ready,
         digests=tuple(shard.digest for shard in shards),
-        shards=shards,
         why="; ".join((why, *(f"passed over {line}" for line in tried))),
     )
 

@@ -17,7 +17,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
@@ -153,11 +153,10 @@ def _die_with_parent() -> None:
 
 @dataclass(slots=True, kw_only=True)
 class Supervisor:
-    """Keeps children running. ``say`` tells people what happens."""
+    """Keeps children running until ``stopping``."""
 
     children: list[Child]
     stopping: bool = False
-    said: list[str] = field(default_factory=list)
 
     def watch(self, now_s: float) -> None:
         """Start what is not running and due.

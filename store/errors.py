@@ -25,7 +25,6 @@ class CkptError(Exception):
     """A failure that the command line reports in one line, with the exit status of its class."""
 
     exit_status: ClassVar[int] = 1
-    retryable: ClassVar[bool] = False
 
 
 class UsageError(CkptError):
@@ -38,7 +37,6 @@ class UnavailableError(CkptError):
     """The store could not be reached, or did not answer: a write may have landed or may still land."""
 
     exit_status: ClassVar[int] = 4
-    retryable: ClassVar[bool] = True
 
 
 class NothingToVerifyError(CkptError):
