@@ -35,10 +35,13 @@ def assess(nodes: Sequence[Node], *, attempt_uid: str, world: int) -> Safety:
     memory: dict[tuple[int, int], list[tuple[Node, str]]] = defaultdict(list)
     peer: dict[tuple[int, int], list[tuple[Node, str]]] = defaultdict(list)
     newest: dict[int, dict[Tier, int]] = {rank: {} for rank in range(world)}
+    stored: set[tuple[int, int]] = set()
     for node in nodes:
         for copy in node.copies(attempt_uid):
             if copy.world != world or copy.rank not in newest:
                 continue
+            if copy.tier == "object":
+                stored.add((copy.step, copy.rank))
             newest[copy.rank][copy.tier] = max(copy.step, newest[copy.rank].get(copy.tier, 0))
             if copy.tier == "memory":
                 memory[copy.step, copy.rank].append((node, copy.digest))
@@ -52,7 +55,8 @@ def assess(nodes: Sequence[Node], *, attempt_uid: str, world: int) -> Safety:
     def will_never_be(step: int, rank: int) -> bool:
         # a trainer snapshots in order; a skip of which no frame came shows by a later snapshot
         gone_on = newest[rank].get("memory", 0) > step
-        return not memory[step, rank] and ((step, rank) in skipped or gone_on)
+        may_be_ready = (step, rank) in stored and any((step, other) not in stored for other in range(world))
+        return not memory[step, rank] and not may_be_ready and ((step, rank) in skipped or gone_on)
 
     return Safety(
         protected_step=max(protected, default=0),

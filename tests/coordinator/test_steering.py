@@ -572,9 +572,17 @@ def test_a_step_that_a_rank_skipped_is_dropped_by_the_others_at_once() -> None:
     assert reign.desired.dropped == (Kept(attempt_uid=uid(reign), step=2),)
 
 
-def test_a_step_that_a_rank_holds_in_some_tier_is_not_dropped_although_it_has_gone_on() -> None:
+def test_a_step_that_may_still_become_ready_is_not_dropped_although_a_rank_has_gone_on() -> None:
     reign = training()
     reign.hold(8, ranks=(0,))
     reign.hold(8, tiers=("object",), ranks=(1,))
     reign.hold(10, ranks=(1,))
     assert reign.desired.dropped == ()
+
+
+def test_a_step_that_a_rank_holds_in_a_peers_memory_only_is_dropped_since_it_can_not_be_protected() -> None:
+    reign = training()
+    reign.hold(8, ranks=(0,))
+    reign.hold(8, tiers=("peer",), ranks=(1,))
+    reign.hold(10, ranks=(1,))
+    assert reign.desired.dropped == (Kept(attempt_uid=uid(reign), step=8),)
