@@ -18,11 +18,6 @@ set_tcp_nodelay true
 log_dest stderr
 user {user}
 """
-_EMBEDDED = """\
-import signal, iotcore
-with iotcore.Broker(port={port}, listen="127.0.0.1"):
-    signal.pause()
-"""
 
 
 def start_broker(*, port: int, directory: Path, log: Path) -> Process:
@@ -35,7 +30,7 @@ def start_broker(*, port: int, directory: Path, log: Path) -> Process:
 def _command(port: int, directory: Path) -> list[str]:
     mosquitto = shutil.which("mosquitto", path=os.environ.get("PATH", "") + ":/usr/sbin:/usr/local/sbin")
     if mosquitto is None:
-        return [sys.executable, "-c", _EMBEDDED.format(port=port)]
+        return [sys.executable, "-m", "toprope.coordinator.adapters.broker", f"127.0.0.1:{port}"]
     configuration = directory / f"mosquitto-{port}.conf"
     user = "root" if os.geteuid() == 0 else "mosquitto"  # root: a changed user would clear our death signal
     configuration.write_text(_CONFIGURATION.format(port=port, user=user))
