@@ -18,8 +18,8 @@ from toprope.chaos.live.training import Training, example_script, start_agent, s
 from toprope.chaos.progress import Progress
 from toprope.chaos.report import Evidence, KilledProcess, Member, Report, build
 from toprope.coordinator.wire import AttemptView, Desired
-from toprope.store.names import log_prefix
-from toprope.store.records import Record
+from toprope.store.objects.opening import open_store
+from toprope.store.show import read_job, record_lines
 
 JOB = "demo"
 NODES = ("a", "b")
@@ -226,7 +226,7 @@ def _evidence(
         due_from=blow.before.cadence.from_step,
         protected_at_kill=blow.before.protected_step,
         events=tuple(events),
-        log=tuple(job_log(directory / "store")),
+        log=job_log(directory / "store"),
         finals=read_finals(directory / "run"),
         reference=(),
     )
@@ -236,19 +236,7 @@ def _members(attempt: AttemptView) -> tuple[Member, ...]:
     return tuple(Member(rank=place.rank, node=place.node, boot_id=place.boot_id) for place in attempt.world)
 
 
-def job_log(store: Path) -> list[str]:
-    """Return one line for each record of the job's log."""
-    lines: list[str] = []
-    for path in sorted((store / log_prefix(JOB)).glob("*.json")):
-        record = msgspec.json.decode(path.read_bytes(), type=Record)
-        values = msgspec.structs.asdict(record)
-        told = {key: value for key, value in values.items() if key not in ("writer_id", "nonce", "prev", "sum")}
-        words = (f"{key}={_short(value)}" for key, value in told.items() if value not in (None, (), ""))
-        lines.append(f"{int(path.stem):>3} {record.__struct_config__.tag:<8} {' '.join(words)}")
-    return lines
-
-
-def _short(value: object) -> str:
-    text = msgspec.json.encode(value).decode() if isinstance(value, msgspec.Struct) else str(value)
-    hexadecimal = len(text) >= 32 and all(digit in "0123456789abcdef" for digit in text)  # noqa: PLR2004 - a uid or longer
-    return f"{text[:12]}…" if hexadecimal else text
+def job_log(store: Path) -> tuple[str, ...]:
+    """Return one line for each record of the job's log, in the words of ``ckpt show``."""
+    log = read_job(open_store(str(store)), JOB)
+    return tuple(f"{line.number:>3} {line.kind:<8} {line.what}" for line in record_lines(log.entries))
