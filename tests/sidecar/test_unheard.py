@@ -1,0 +1,24 @@
+"""A sidecar that has just begun knows nothing of what is kept until the coordinator's document has come."""
+
+from __future__ import annotations
+
+from tests.support.core_driver import Driver, shard, sight
+
+from toprope.trainer_hooks.slot import SlotState
+
+
+def test_a_restarted_sidecar_gives_up_no_snapshot_before_it_has_heard_what_is_kept() -> None:
+    driver = Driver()
+    sights = [
+        sight(n, SlotState.HASHED, seq=1, step=n + 1, launch_id="aa", lock_held=True, digest=shard(n + 1).digest)
+        for n in range(3)
+    ]
+    driver.see(*sights)
+    for number in range(3):
+        driver.hashed(number, number + 1)
+
+    driver.hello(launch_id="aa")
+    driver.tick(100.0)
+
+    assert driver.granted() == []
+    assert sorted(record.shard.step for record, _ in driver.core.slots.hashed() if record.shard) == [1, 2, 3]
