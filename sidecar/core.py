@@ -591,4 +591,10 @@ def _next(inventory: Inventory) -> Inventory:
 
 def _verdict(frame: wire.Verdict) -> RankVerdict:
     phase: Literal["staged", "applied"] = "applied" if frame.phase == "applied" else "staged"
-    return RankVerdict(attempt_uid=frame.attempt_uid, phase=phase, ok=frame.ok, reason=frame.reason[:2000])
+    return RankVerdict(
+        attempt_uid=frame.attempt_uid,
+        phase=phase,
+        ok=frame.ok,
+        reason=frame.reason[:2000],
+        misfit=frame.misfit and not frame.ok,
+    )

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
-from toprope.coordinator.wire import Desired, Inventory, OpenAnswer
+from toprope.coordinator.wire import TIERS, Desired, Inventory, OpenAnswer, Skip
 from toprope.sidecar import effects as do
 from toprope.sidecar import events as on
 from toprope.sidecar import metrics
@@ -37,7 +37,8 @@ from toprope.trainer_hooks import wire
 TICK_S = 0.25
 HTTP_REPORT_AFTER_S = 1.0
 HTTP_REPORT_EVERY_S = 1.0
-HTTP_CHECK_EVERY_S = 5.0
+HTTP_CHECK_ROUNDS = 10
+CANCEL_AGAIN_S = 0.5
 WATCH_RETRY_S = 0.5
 HASH_THREADS = 2
 BULK_THREADS = 16
@@ -75,6 +76,7 @@ class Sidecar:
         self._changed = asyncio.Event()
         self._followers: dict[str, tuple[str, asyncio.Task[None]]] = {}
         self._broker_version = 0
+        self._skips: frozenset[Skip] = frozenset()
         self._scan: asyncio.Task[None] | None = None
 
     # Events in, effects out
@@ -356,7 +358,11 @@ class Sidecar:
         metrics.READY_STEP.set(desired.ready_step)
 
     def _on_publish(self, inventory: Inventory) -> None:
-        for tier in ("memory", "peer", "local", "object"):
+        skips = frozenset(inventory.skipped)
+        for skip in skips - self._skips:
+            metrics.SKIPS.labels(rank=str(skip.rank)).inc()
+        self._skips = skips
+        for tier in TIERS:
             metrics.COPIES.labels(tier=tier).set(sum(copy.tier == tier for copy in inventory.copies))
         self._changed.set()
         self._changed = asyncio.Event()
@@ -413,17 +419,15 @@ class Sidecar:
         while True:
             before = self._parts.core.desired
             if self._parts.ports.broker.connected():
-                await self._lost_broker_within(HTTP_CHECK_EVERY_S)
+                for _ in range(HTTP_CHECK_ROUNDS):
+                    await asyncio.sleep(WATCH_RETRY_S)
+                    if not self._parts.ports.broker.connected():
+                        break
                 before = None
             with self._asking():
                 self.take_desired(await self._parts.ports.coordinator.get_desired(newer_than=before))
             if self._parts.core.desired is before:
                 await asyncio.sleep(WATCH_RETRY_S)
-
-    async def _lost_broker_within(self, seconds: float) -> None:
-        end_s = self._loop.time() + seconds
-        while self._parts.ports.broker.connected() and self._loop.time() < end_s:
-            await asyncio.sleep(WATCH_RETRY_S)
 
     def endless(self) -> tuple[Coroutine[Any, Any, None], ...]:
         """Return the work that goes on until the end."""
@@ -502,12 +506,17 @@ class Sidecar:
         desired = self._parts.core.desired
         return desired.job_uid if desired is not None else ""
 
-    def end(self, running: list[asyncio.Task[None]]) -> None:
-        """Cancel what would go on for ever; what is being stored is finished."""
-        for _, task in self._followers.values():
-            task.cancel()
-        for task in running:
-            task.cancel()
+    async def end(self, running: list[asyncio.Task[None]]) -> None:
+        """End what would go on for ever; what is being stored is finished.
+
+        Cancelled again until it has ended: in Python 3.11 ``wait_for``, which the MQTT client uses, loses a
+        cancellation that comes at the moment of its result.
+        """
+        pending = {*running, *(task for _, task in self._followers.values())}
+        while pending:
+            for task in pending:
+                task.cancel()
+            _, pending = await asyncio.wait(pending, timeout=CANCEL_AGAIN_S)
 
     def close(self) -> None:
         """End the threads; what they are at ends first."""

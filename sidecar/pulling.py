@@ -20,6 +20,8 @@ class WrongBytesError(Exception):
 def pull(memory: Memory, ports: Ports, request: Pull) -> None:
     """Receive a shard into its spare, hash what was stored, and write the spare's page.
 
+    Until then the page speaks of what the spare held before; after a crash its digest will not fit.
+
     Raises:
         PeerError: the bytes can't be had.
         WrongBytesError: they are not those of the shard; the spare is empty.
@@ -27,7 +29,6 @@ def pull(memory: Memory, ports: Ports, request: Pull) -> None:
     """
     shard = request.shard
     paths = memory.spare(shard.rank, request.spare)
-    ports.pages.write(paths.page, Page(rank=shard.rank))
     view = memory.fit(paths.data, shard.bytes)
     url = f"{request.url}/v1/copies/{shard.attempt_uid}/{shard.step}/{shard.rank}?tier=memory"
     ports.peers.receive(url, view)

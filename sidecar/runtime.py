@@ -138,7 +138,7 @@ async def _serve(config: SidecarConfig, ground: Ground, wrap: Wrap) -> None:
                 running.append(tasks.create_task(broker.run()))
             _tell_ready(config, ground)
             await sidecar.stop.wait()
-        sidecar.end(running)
+        await sidecar.end(running)
     sidecar.close()
     if sidecar.refusal is not None:
         raise RefusedError(f"the coordinator refuses this sidecar of node {config.node}: {sidecar.refusal}")

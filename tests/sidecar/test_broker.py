@@ -67,6 +67,7 @@ def watching(port: int) -> Iterator[Watcher]:
     finally:
         watcher.client.disconnect()
         watcher.client.loop_stop()
+        watcher.client._reset_sockets()  # else its wake-up pair is left to the garbage collector, which warns
 
 
 @pytest.fixture

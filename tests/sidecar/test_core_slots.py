@@ -263,6 +263,19 @@ def test_a_slot_passes_to_another_process_only_when_its_lock_is_free() -> None:
     assert driver.granted() == [1]
 
 
+def test_a_snapshot_is_not_given_up_for_a_slot_that_another_process_still_locks() -> None:
+    driver = Driver()
+    driver.train()
+    for slot, step in enumerate((1, 2, 3)):
+        driver.snapshot(slot, step)
+    driver.see(*(sight(number, seq=1, launch_id="aa", lock_held=True) for number in range(3)))
+    driver.on(on.ConnectionClosed(connection=1))
+    driver.attempt(number=2, uid="2b", launch_id="bb")
+    driver.hello(connection=2, launch_id="bb")
+    assert driver.granted() == []
+    assert driver.copies("memory") == [1, 2, 3]
+
+
 def test_the_state_of_a_rank_names_the_launch_that_holds_its_lock() -> None:
     driver = Driver()
     driver.train()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import mmap
 import os
 import subprocess
@@ -13,13 +14,16 @@ import pytest
 import xxhash
 from tests.support.scripted_trainer import image
 
+from toprope.coordinator.wire import ReadBackTask
 from toprope.sidecar.adapters.files import Disk, Pages
 from toprope.sidecar.budget import Room, measure, needed_bytes, why_too_little
 from toprope.sidecar.local_tier import LocalError, LocalTier
 from toprope.sidecar.memory import DroppedError, Memory, NoRoomError, boot_id, lock_memory
+from toprope.sidecar.object_tier import DamagedError, read_back, store_object
 from toprope.sidecar.ports import SyncError
 from toprope.sidecar.values import Shard
 from toprope.store.errors import UsageError
+from toprope.store.objects.opening import open_store
 from toprope.trainer_hooks.slot import Page, SlotState, read_page, write_page
 
 UID = "1a" * 16
@@ -308,3 +312,55 @@ def test_a_scan_lists_what_receipt_and_digest_vouch_for_and_cleans_up_the_rest(t
     for text in ("its digest is", "it has 100 bytes", "its receipt is damaged"):
         assert any(text in line for line in lines)
     assert not (tmp_path / "tmp.dead").exists()
+
+
+# Locks and objects
+
+
+def test_a_slot_whose_lock_another_process_holds_is_not_lent(memory: Memory) -> None:
+    memory.make_slots(0, (0,), 100)
+    paths = memory.slot(0, 0)
+    write_page(paths.page, Page(launch_id="old"))
+    ready, hold = os.pipe(), os.pipe()
+    child = os.fork()
+    if child == 0:
+        fcntl.lockf(os.open(paths.lock, os.O_RDWR), fcntl.LOCK_EX)
+        os.write(ready[1], b"x")
+        os.read(hold[0], 1)
+        os._exit(0)
+    os.read(ready[0], 1)
+    granted = Page(seq=1, launch_id="new")
+    assert memory.lend(0, granted, check_lock=True) == "old"
+    assert read_page(paths.page).launch_id == "old"
+    os.write(hold[1], b"x")
+    os.waitpid(child, 0)
+    for end in (*ready, *hold):
+        os.close(end)
+    assert memory.lend(0, granted, check_lock=True) is None
+    assert read_page(paths.page) == granted
+
+
+def test_an_image_that_is_not_the_one_that_was_hashed_is_not_put_into_the_store(tmp_path: Path) -> None:
+    store = open_store(str(tmp_path / "store"), write=True)
+    body = made_image()
+    with pytest.raises(DamagedError):
+        store_object(store, "job", made_shard(body + b"x"), memoryview(body), nonce="ab")
+    assert list(store.list("job/")) == []
+    receipt = store_object(store, "job", made_shard(body), memoryview(body), nonce="ab")
+    assert sorted(store.list("job/")) == sorted([receipt.key, receipt.index_key])
+
+
+def test_an_object_is_read_back_with_what_was_found(tmp_path: Path) -> None:
+    store = open_store(str(tmp_path / "store"), write=True)
+    body = made_image()
+    receipt = store_object(store, "job", made_shard(body), memoryview(body), nonce="ab")
+    task = ReadBackTask(node="a", key=receipt.key, bytes=receipt.bytes, digest=receipt.digest)
+    assert read_back(store, task).ok
+    with (tmp_path / "store" / receipt.key).open("r+b") as file:
+        file.seek(2000)
+        file.write(b"\xff\xfe")
+    assert not read_back(store, task).ok
+    (tmp_path / "store" / receipt.key).unlink()
+    gone = read_back(store, task)
+    assert not gone.ok
+    assert receipt.key in gone.found
