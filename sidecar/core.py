@@ -232,19 +232,17 @@ class Core:
 
     def _on_local_stored(self, event: on.LocalStored) -> list[Effect]:
         self.tiers.on_local(event)
-        self._end_use(event.shard, event.slot, "local")
+        self._end_use(event.shard.rank, event.slot, "local")
         return []
 
     def _on_object_stored(self, event: on.ObjectStored) -> list[Effect]:
         self.tiers.on_object(event)
-        record = self.slots.slots.get((event.receipt.rank, event.slot))
-        if record is not None:
-            record.uses.pop("object", None)
+        self._end_use(event.receipt.rank, event.slot, "object")
         return []
 
     def _on_store_failed(self, event: on.StoreFailed) -> list[Effect]:
         self.tiers.on_failed(event, now_s=self.now_s)
-        self._end_use(event.shard, event.slot, event.tier)
+        self._end_use(event.shard.rank, event.slot, event.tier)
         shout = do.Shout(
             what=f"{event.tier}-failed", text=f"rank {event.shard.rank} step {event.shard.step}: {event.reason}"
         )
@@ -253,8 +251,8 @@ class Core:
             return [shout, self.slots.check(record)]
         return [shout]
 
-    def _end_use(self, shard: Shard, slot: int | None, use: str) -> None:
-        record = self.slots.slots.get((shard.rank, slot)) if slot is not None else None
+    def _end_use(self, rank: int, slot: int | None, use: str) -> None:
+        record = self.slots.slots.get((rank, slot)) if slot is not None else None
         if record is not None:
             record.uses.pop(use, None)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from toprope.coordinator.wire import Copy, Desired, Inventory, OpenAnswer, ReadBack
-from toprope.sidecar.values import Shard, SlotSight
+from toprope.coordinator.wire import Copy, Desired, Inventory, OpenAnswer, ReadBack, Tier
+from toprope.sidecar.values import Shard, SlotSight, SlowTier
 from toprope.trainer_hooks.wire import FromHook, StagedShard
 
 
@@ -123,7 +123,7 @@ class StoreFailed:
     ``damaged``: the slot's own bytes are wrong. ``quarantine``: the medium lost writes and is not to be trusted.
     """
 
-    tier: str
+    tier: SlowTier
     shard: Shard
     slot: int
     reason: str
@@ -207,7 +207,7 @@ class CopyDoubted:
     attempt_uid: str
     step: int
     rank: int
-    tier: str
+    tier: Tier
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,20 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Literal
 
 from toprope.coordinator.wire import Cadence, Copy
 from toprope.sidecar.effects import DropLocal, Effect, StoreLocal, StoreObject
 from toprope.sidecar.events import LocalStored, ObjectStored, StoreFailed
 from toprope.sidecar.slot_book import FOREVER, SlotRecord
-from toprope.sidecar.values import Shard, coarseness, is_due, shard_of_copy
+from toprope.sidecar.values import Shard, SlowTier, coarseness, is_due, shard_of_copy
 
 LOCAL_STEPS_KEPT = 2
 RECEIPTS_KEPT = 8
 FIRST_RETRY_S = 1.0
 LONGEST_RETRY_S = 30.0
 
-SlowTier = Literal["local", "object"]
 SLOW_TIERS: tuple[SlowTier, ...] = ("local", "object")
 _KEPT: dict[SlowTier, int] = {"local": LOCAL_STEPS_KEPT, "object": RECEIPTS_KEPT}
 
@@ -120,8 +118,8 @@ class TierBook:
             del self.flying[tier, shard.rank]
 
     def on_failed(self, event: StoreFailed, *, now_s: float) -> None:
-        """Take in a failure: the tier is tried again after a while, and the local one given up after two in a row."""
-        tier: SlowTier = "local" if event.tier == "local" else "object"
+        """Take in a failure: the tier is tried again after a while, the local one not if its disk lost writes."""
+        tier = event.tier
         if self.flying.get((tier, event.shard.rank)) == event.shard:
             del self.flying[tier, event.shard.rank]
         if event.damaged:
@@ -129,8 +127,7 @@ class TierBook:
         count = self.failures.get(tier, 0) + 1
         self.failures[tier] = count
         self.retry_at_s[tier] = now_s + min(LONGEST_RETRY_S, FIRST_RETRY_S * 2 ** min(count - 1, 10))
-        if tier == "local" and event.quarantine:
-            self.quarantined = True
+        self.quarantined |= event.quarantine
 
     def drop_local(self, attempt_uid: str, step: int, rank: int) -> list[Effect]:
         """Delete the local copies of a shard."""

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeAlias
 
 from toprope.coordinator.wire import Cadence, Copy, Tier
 from toprope.trainer_hooks.slot import Page
+
+SlowTier: TypeAlias = Literal["local", "object"]
+"""A tier that may take fewer steps than are snapshot."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
