@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from toprope.coordinator.wire import Desired, Inventory
+from toprope.store.fold import JobState
+from toprope.store.manifest import File
 from toprope.store.names import Key
 
 
@@ -24,8 +26,13 @@ class StorePort(Protocol):
     async def read(self, key: Key, *, uncached: bool = False) -> bytes:
         """Return an object; raises as ``ObjectStore.read``."""
 
-    async def size(self, key: Key) -> int:
-        """Return the length of an object; raises as ``ObjectStore.size``."""
+    async def files(self, state: JobState, seq: int) -> tuple[File, ...]:
+        """Return the files of a READY checkpoint by rank, each there and as long as it should be.
+
+        Raises:
+            StoreError: one is not, or a manifest or index is not what it should be.
+            UnavailableError: the store did not answer.
+        """
 
     async def digest_uncached(self, key: Key) -> str:
         """Return the digest of an object as the medium has it; raises as ``ObjectStore.read``."""

@@ -51,7 +51,7 @@ from toprope.store import manifest
 from toprope.store.errors import CkptError, CorruptObjectError, FencedError, StoreError, UnavailableError
 from toprope.store.fold import JobState
 from toprope.store.log import Appended, Call, Create, Read, Sleep, append_steps, drive
-from toprope.store.manifest import Index, Manifest
+from toprope.store.manifest import Index
 from toprope.store.names import Key, facts_key, manifest_key
 from toprope.store.objects.opening import open_store
 from toprope.store.records import AttemptFacts, Elected, Job, Record
@@ -445,7 +445,8 @@ class Runtime:
         damage = ""
         shards: tuple[Stored, ...] = ()
         try:
-            shards = await self._stored(seq)
+            files = await self._ports.store.files(self._log.state, seq)
+            shards = tuple(Stored(key=file.key, bytes=file.bytes, digest=file.digest) for file in files)
         except StoreError as error:
             damage = str(error)
         return Offer(
@@ -456,22 +457,6 @@ class Runtime:
             shards=shards,
             damage=damage,
         )
-
-    async def _stored(self, seq: int) -> tuple[Stored, ...]:
-        ready = self._log.state.readies[seq]
-        store = self._ports.store
-        key = manifest_key(self.config.job, attempt=ready.attempt, step=ready.step, sha256=ready.manifest_sha256)
-        listed = manifest.decode(await store.read(key), Manifest, key=key, expected_sha256=ready.manifest_sha256)
-        stored = []
-        for shard in listed.shards:
-            body = await store.read(Key(shard.index_key))
-            index = manifest.decode(body, Index, key=shard.index_key, expected_sha256=shard.index_sha256)
-            file = index.files[0]
-            size = await store.size(Key(file.key))
-            if size != file.bytes:
-                raise CorruptObjectError(f"{file.key}: {size} bytes, expected {file.bytes}")
-            stored.append(Stored(key=file.key, bytes=file.bytes, digest=file.digest))
-        return tuple(stored)
 
 
 async def run(config: Config, wrap: Wrap = unwrapped) -> None:

@@ -5,8 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 
+from toprope.store.checkpoint import read_index, read_manifest
 from toprope.store.digest import digest_of_object
-from toprope.store.errors import AlreadyExistsError
+from toprope.store.errors import AlreadyExistsError, CorruptObjectError
+from toprope.store.fold import JobState
+from toprope.store.manifest import File
 from toprope.store.names import Key
 from toprope.store.objects.protocol import ObjectStore
 
@@ -35,10 +38,20 @@ class ThreadedStore:
         """Return an object."""
         return await asyncio.to_thread(self._store.read, key, uncached=uncached)
 
-    async def size(self, key: Key) -> int:
-        """Return the length of an object."""
-        return await asyncio.to_thread(self._store.size, key)
+    async def files(self, state: JobState, seq: int) -> tuple[File, ...]:
+        """Return the files of a READY checkpoint by rank, each there and as long as it should be."""
+        return await asyncio.to_thread(_files, self._store, state, seq)
 
     async def digest_uncached(self, key: Key) -> str:
         """Return the digest of an object as the medium has it."""
         return await asyncio.to_thread(digest_of_object, self._store, key, uncached=True)
+
+
+def _files(store: ObjectStore, state: JobState, seq: int) -> tuple[File, ...]:
+    manifest, _ = read_manifest(store, state, seq)
+    files = tuple(read_index(store, manifest, shard).files[0] for shard in manifest.shards)
+    for file in files:
+        size = store.size(Key(file.key))
+        if size != file.bytes:
+            raise CorruptObjectError(f"{file.key}: {size} bytes, expected {file.bytes}")
+    return files
