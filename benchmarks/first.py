@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 EVERY = 32
-SNAPSHOTS = 3
+SNAPSHOTS = 8  # more than there are slots: the first use of each also maps its pages
 MEMORY = Path("/dev/shm")  # noqa: S108 - the tmpfs that slots are made for
 PARAMETERS_EACH = 1024 * 1024
 BYTES_PER_PARAMETER = 12  # float32: weight and two moments
