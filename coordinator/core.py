@@ -233,6 +233,7 @@ class Core:
     def _asked(self, event: Asked) -> list[Effect]:
         request = event.request
         refusal = opening.known(request, self.journal, self._view())
+        refusal = refusal or opening.misfit(request, self.journal, self.progress)
         refusal = refusal or opening.refusal(request, self.journal, self.roll.all())
         if refusal is not None:
             return [Answer(request_id=event.request_id, answer=refusal)]

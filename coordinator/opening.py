@@ -39,6 +39,17 @@ def known(request: OpenRequest, journal: Journal, view: AttemptView | None) -> O
     return OpenAnswer(code="superseded", text=text)
 
 
+def misfit(request: OpenRequest, journal: Journal, progress: phases.Progress) -> OpenAnswer | None:
+    """Return the refusal of another round to a launch whose ranks are another trainer than the one that was saved.
+
+    No source would fit it better, and none is struck off for its sake.
+    """
+    attempt = journal.state.attempt
+    if attempt is None or not progress.misfit or request.launch_id != attempt.launch_id:
+        return None
+    return OpenAnswer(code="refused", text=f"{progress.reason}; start it as the one that was saved")
+
+
 def refusal(request: OpenRequest, journal: Journal, nodes: Sequence[Node]) -> OpenAnswer | None:
     """Return why a request can't be met, as far as the log and the request tell; ``nodes`` may be gone by now."""
     job = journal.state.job
@@ -104,7 +115,8 @@ def hindrance(
 def striking(request: OpenRequest, journal: Journal, progress: phases.Progress) -> Mapping[tuple[str, int], str]:
     """Return the source to strike off: that of an attempt that a rank failed, or that its own launch gave up.
 
-    Ranks that only went silent say nothing against the source: the next launch may begin from it.
+    Ranks that only went silent, or that are another trainer than the one that was saved, say nothing against the
+    source: the next launch may begin from it.
     """
     attempt, source = journal.state.attempt, journal.source
     if attempt is None or source is None or source in journal.state.struck:

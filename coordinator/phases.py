@@ -14,11 +14,16 @@ Phase: TypeAlias = Literal["opened", "staged", "applied", "failed"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """A phase and, for ``failed``, why. ``by_verdict``: a rank said so; else it was only that ranks said nothing."""
+    """A phase and, for ``failed``, why. ``by_verdict``: a rank had something to say against the source.
+
+    ``misfit``: ranks failed only since they are another trainer than the one that was saved. With neither, ranks said
+    nothing at all.
+    """
 
     phase: Phase
     reason: str = ""
     by_verdict: bool = False
+    misfit: bool = False
 
 
 def verdicts(nodes: Sequence[Node], attempt_uid: str) -> dict[int, tuple[str, RankVerdict]]:
@@ -41,21 +46,19 @@ def trains(nodes: Sequence[Node], attempt_uid: str, from_step: int) -> bool:
 def advance(
     now: Progress, said: Mapping[int, tuple[str, RankVerdict]], *, world: int, trains: bool, overdue_s: float
 ) -> Progress:
-    """Return the phase after these verdicts: it never goes back, and ``failed`` and ``applied`` are final.
+    """Return the phase after these verdicts: it never goes back, and ``applied`` is final.
+
+    ``failed`` is final too, unless ranks are seen to train, since none does before all have applied: a coordinator that
+    began after that has not heard all verdicts, and must not take an attempt for failed that lives. What is said
+    against the source later than that is heard still.
 
     ``overdue_s``: the deadline of the phase when it has passed, else 0.
     """
-    if now.phase in ("failed", "applied"):
-        return now
-    if trains:
+    if trains or now.phase == "applied":
         return Progress(phase="applied")
-    bad = [
-        f"rank {rank} on node {node} could not be {verdict.phase}: {verdict.reason or 'no reason given'}"
-        for rank, (node, verdict) in sorted(said.items())
-        if not verdict.ok
-    ]
-    if bad:
-        return Progress(phase="failed", reason="; ".join(bad), by_verdict=True)
+    failed = _failed(now, said)
+    if failed is not None:
+        return failed
     applied = [rank for rank, (_, verdict) in said.items() if verdict.phase == "applied"]
     if len(applied) == world:
         return Progress(phase="applied")
@@ -67,6 +70,21 @@ def advance(
         missing = ", ".join(str(rank) for rank in range(world) if rank not in there)
         return Progress(phase="failed", reason=f"not {wanted} after {overdue_s:.0f} s: no word from rank {missing}")
     return now
+
+
+def _failed(now: Progress, said: Mapping[int, tuple[str, RankVerdict]]) -> Progress | None:
+    """Return how the attempt failed, if it did: what is said against the source outweighs all else."""
+    bad = {rank: (node, verdict) for rank, (node, verdict) in sorted(said.items()) if not verdict.ok}
+    misfit = all(verdict.misfit for _, verdict in bad.values())
+    if now.by_verdict or (now.phase == "failed" and misfit):
+        return now
+    if not bad:
+        return None
+    reason = "; ".join(
+        f"rank {rank} on node {node} could not be {verdict.phase}: {verdict.reason or 'no reason given'}"
+        for rank, (node, verdict) in bad.items()
+    )
+    return Progress(phase="failed", reason=reason, by_verdict=not misfit, misfit=misfit)
 
 
 def misplaced(world: Sequence[Place], nodes: Mapping[str, Node], *, answered: Container[str]) -> str:

@@ -34,12 +34,17 @@ class _Document(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class RankVerdict(_Document, frozen=True, kw_only=True):
-    """How far a rank has come with a restore: ``phase`` it has finished, or in which it failed."""
+    """How far a rank has come with a restore: ``phase`` it has finished, or in which it failed.
+
+    ``misfit``: the trainer can't take what was verified, being another than the one that was saved: the source is not
+    to blame.
+    """
 
     attempt_uid: str
     phase: Literal["staged", "applied"]
     ok: bool
     reason: str = ""
+    misfit: bool = False
 
 
 class RankState(_Document, frozen=True, kw_only=True):

@@ -153,7 +153,7 @@ class Restorer:
             if loaded is not None:
                 apply(loaded)
         except Exception as error:
-            self._say(attempt, "applied", ok=False, reason=repr(error))
+            self._say(attempt, "applied", ok=False, reason=repr(error), misfit=True)
             raise RestoreError(f"applying step {attempt.from_step} failed: {error!r}; this process must end") from error
         with suppress(_NextRound):
             self._agree(attempt, "applied")
@@ -172,7 +172,7 @@ class Restorer:
         try:
             return check(self.parts, images, rank=self.world.rank, world=self.world.size)
         except UsageError as error:  # the trainer's fault: no other source would fit
-            self._say(attempt, "staged", ok=False, reason=str(error))
+            self._say(attempt, "staged", ok=False, reason=str(error), misfit=True)
             raise
 
     def _agree(self, attempt: wire.Attempt, phase: str) -> None:
@@ -182,8 +182,9 @@ class Restorer:
         if not isinstance(answer, wire.Go) or not answer.ok:
             raise self._end(attempt, answer, f"waiting until all ranks have {phase}")
 
-    def _say(self, attempt: wire.Attempt, phase: str, *, ok: bool, reason: str = "") -> None:
-        self.session.verdict(wire.Verdict(attempt_uid=attempt.uid, phase=phase, ok=ok, reason=reason[:4096]))
+    def _say(self, attempt: wire.Attempt, phase: str, *, ok: bool, reason: str = "", misfit: bool = False) -> None:
+        verdict = wire.Verdict(attempt_uid=attempt.uid, phase=phase, ok=ok, reason=reason[:4096], misfit=misfit)
+        self.session.verdict(verdict)
 
     def _end(self, attempt: wire.Attempt, answer: wire.Go | wire.Error | None, doing: str) -> Exception:
         match answer:

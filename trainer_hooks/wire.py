@@ -115,13 +115,18 @@ class Join:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """Hook: what came of a phase (``staged`` or ``applied``) on this rank; ``reason`` when not ok."""
+    """Hook: what came of a phase (``staged`` or ``applied``) on this rank; ``reason`` when not ok.
+
+    ``misfit``: this trainer can't take what was verified, being another than the one that was saved: the source is
+    not to blame.
+    """
 
     kind: ClassVar[str] = "VERDICT"
     attempt_uid: str
     phase: str
     ok: bool
     reason: str = ""
+    misfit: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

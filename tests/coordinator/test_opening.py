@@ -255,6 +255,50 @@ def test_a_source_that_failed_is_struck_off_and_the_next_older_step_is_taken() -
     assert [(struck.step, "another digest" in struck.why) for struck in reign.state.attempt.struck] == [(4, True)]
 
 
+def test_a_trainer_that_does_not_fit_strikes_nothing_off_and_gets_no_other_source() -> None:
+    reign = training()
+    reign.hold(2, tiers=("memory", "peer"))
+    reign.hold(4, tiers=("memory", "peer"))
+    restarted(reign)
+    reign.verdict("staged", ranks=(1,), ok=False, reason="extra: unexpected here", misfit=True)
+    answer = reign.ask("a", "b", launch_id=OTHER, round_number=1)
+    assert code(answer) == "refused"
+    assert answer is not None
+    assert "rank 1 on node b could not be staged: extra: unexpected here" in answer.text
+    reign.end_trainers()
+    view = opened(reign.ask("a", "b", launch_id="3c" * 16)).attempt
+    assert view is not None
+    assert view.from_step == 4
+    assert not reign.state.struck
+
+
+def test_an_attempt_that_trains_is_not_failed_because_a_later_coordinator_missed_a_verdict() -> None:
+    reign = training()
+    reign.nodes["b"].ranks = {}
+    reign.lose("b")
+    after = reign.successor()
+    after.hear()
+    after.wait(301)
+    assert after.desired.attempt is not None
+    assert after.desired.attempt.phase == "failed"
+    after.hold(2, ranks=(0,))
+    trains = after.desired.attempt
+    assert trains is not None
+    assert trains.phase == "applied", "or its trainers would be lent no slots any more"
+
+
+def test_a_damaged_source_is_struck_off_although_a_trainer_does_not_fit_either() -> None:
+    reign = training()
+    reign.hold(2, tiers=("memory", "peer"))
+    reign.hold(4, tiers=("memory", "peer"))
+    restarted(reign)
+    reign.verdict("staged", ranks=(1,), ok=False, reason="extra: unexpected here", misfit=True)
+    reign.verdict("staged", ranks=(0,), ok=False, reason="another digest")
+    view = opened(reign.ask("a", "b", launch_id=OTHER, round_number=1)).attempt
+    assert view is not None
+    assert view.from_step == 2
+
+
 def test_what_was_struck_off_stays_so_for_a_later_launch_and_a_later_coordinator() -> None:
     reign = training()
     reign.hold(2, tiers=("memory", "peer"))

@@ -45,6 +45,7 @@ class Round:
     world: int
     ok: dict[str, set[int]] = field(default_factory=dict)
     failed: str = ""
+    misfit: bool = False
 
 
 class FakeSidecar:
@@ -282,7 +283,7 @@ class FakeSidecar:
     def _verdict(self, rank: int, frame: wire.Verdict) -> None:
         known = self._round(frame.attempt_uid)
         if not frame.ok:
-            known.failed = frame.reason
+            known.failed, known.misfit = frame.reason, frame.misfit
             self._tell(wire.Go(attempt_uid=frame.attempt_uid, phase=frame.phase, ok=False, reason=frame.reason))
             return
         said = known.ok.setdefault(frame.phase, set())

@@ -242,7 +242,13 @@ class Reign:
         self.hear()
 
     def verdict(
-        self, phase: Literal["staged", "applied"], *, ranks: tuple[int, ...] = (0, 1), ok: bool = True, reason: str = ""
+        self,
+        phase: Literal["staged", "applied"],
+        *,
+        ranks: tuple[int, ...] = (0, 1),
+        ok: bool = True,
+        reason: str = "",
+        misfit: bool = False,
     ) -> None:
         """Let ranks of the current attempt tell their verdict."""
         attempt, facts = self.state.attempt, self.core.journal.facts
@@ -257,7 +263,7 @@ class Reign:
                     attempt_uid=attempt.uid,
                     step=attempt.from_step,
                     lock_held=True,
-                    verdict=RankVerdict(attempt_uid=attempt.uid, phase=phase, ok=ok, reason=reason),
+                    verdict=RankVerdict(attempt_uid=attempt.uid, phase=phase, ok=ok, reason=reason, misfit=misfit),
                 )
         self.hear()
 

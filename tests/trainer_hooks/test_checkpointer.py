@@ -429,6 +429,7 @@ def test_a_shard_of_another_step_is_not_used_and_the_next_older_is(
     sidecar.images[3, 0] = sidecar.images[2, 0]
     assert _hook(sidecar, made, tiny()).restore() == 2
     assert "staged as {" in sidecar.rounds[1].failed
+    assert not sidecar.rounds[1].misfit, "the source is to blame"
 
 
 def test_a_checkpoint_of_another_extra_is_refused_and_the_verdict_says_why(
@@ -444,6 +445,7 @@ def test_a_checkpoint_of_another_extra_is_refused_and_the_verdict_says_why(
         _hook(sidecar, made, tiny()).restore()
     sidecar.wait(lambda: bool(sidecar.rounds[-1].failed))
     assert "extra" in sidecar.rounds[-1].failed
+    assert sidecar.rounds[-1].misfit, "the checkpoint is not to blame"
 
 
 def test_a_failure_while_applying_ends_the_process(sidecar: FakeSidecar, made: list[Checkpointer]) -> None:
@@ -463,6 +465,7 @@ def test_a_failure_while_applying_ends_the_process(sidecar: FakeSidecar, made: l
     with pytest.raises(RestoreError, match=r"applying step 2 failed: KeyError\('no'\)"):
         _hook(sidecar, made, tiny(), extra=Stubborn()).restore()
     sidecar.wait(lambda: "KeyError" in sidecar.rounds[-1].failed)
+    assert sidecar.rounds[-1].misfit, "what was verified is not to blame"
 
 
 def test_close_waits_until_the_last_snapshot_is_hashed_and_says_bye(
