@@ -48,6 +48,7 @@ class CoordinatorStub:
         self.opens: list[OpenRequest] = []
         self._heard = threading.Condition()
         self.url = ""
+        self.closed = False
         self.away = False
         """Answer nothing but 503."""
 
@@ -59,10 +60,16 @@ class CoordinatorStub:
             self._heard.notify_all()
         return self.desired
 
+    def close(self) -> None:
+        """Let nobody wait any longer."""
+        with self._heard:
+            self.closed = True
+            self._heard.notify_all()
+
     def changed(self, after: int) -> bool:
         """Wait a little for a version after this one."""
         with self._heard:
-            return self._heard.wait_for(lambda: self.desired.version > after, 1.0)
+            return self._heard.wait_for(lambda: self.closed or self.desired.version > after, 1.0)
 
     def attempt(
         self, number: int, launch_id: str, nodes: dict[int, str], *, phase: str = "opened", **changes: object
@@ -134,7 +141,7 @@ def coordinator_stub() -> Iterator[CoordinatorStub]:
     """Serve a stub on a free port."""
     stub = CoordinatorStub()
     with ThreadingHTTPServer(("127.0.0.1", 0), _handler(stub)) as server:
-        server.daemon_threads = True
+        server.daemon_threads = False  # each is waited for, and so each socket is closed
         stub.url = f"http://127.0.0.1:{server.server_port}"
         stub.change(url=stub.url)
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
@@ -142,6 +149,7 @@ def coordinator_stub() -> Iterator[CoordinatorStub]:
         try:
             yield stub
         finally:
+            stub.close()
             server.shutdown()
             thread.join()
 
