@@ -121,8 +121,7 @@ def make_ready(state: JobState, intent: CommitStep, *, manifest_sha256: str) -> 
     current = state.attempt
     if current is None or current.uid != intent.attempt_uid or intent.step <= state.last_step:
         return None
-    ended = any(taint.attempt == intent.attempt and taint.to_step is None for taint in state.taints)
-    if ended or state.is_tainted(attempt=intent.attempt, step=intent.step):
+    if state.is_ended(intent.attempt) or state.is_tainted(attempt=intent.attempt, step=intent.step):
         return None
     return Ready(
         attempt=intent.attempt,

@@ -6,11 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from toprope.coordinator.restore_choice import Offer, Question, Stretch, Tainted
+from toprope.coordinator.restore_choice import Offer, Question
 from toprope.store.fold import JobState
 from toprope.store.records import AttemptFacts
-
-_NO_LIMIT = 2**63
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,17 +45,6 @@ class Journal:
         """Return the launch ids that were ever given an attempt."""
         return frozenset(attempt.launch_id for attempt in self.state.attempts)
 
-    def lineage(self) -> tuple[Stretch, ...]:
-        """Return the attempts that led to where the job is, current first, with their steps that did."""
-        by_uid = {attempt.uid: attempt for attempt in self.state.attempts}
-        stretches: list[Stretch] = []
-        current, upto = self.state.attempt, _NO_LIMIT
-        while current is not None:
-            stretches.append(Stretch(attempt_uid=current.uid, after=current.from_step, upto=upto))
-            source = self.state.source_of(current)
-            current, upto = (by_uid[source[0]], source[1]) if source is not None else (None, 0)
-        return tuple(stretches)
-
     def question(self, *, world: int, offers: tuple[Offer, ...], striking: Mapping[tuple[str, int], str]) -> Question:
         """Return what the log says of where the next attempt may begin, with ``striking`` struck off as well."""
         struck = {
@@ -70,13 +57,10 @@ class Journal:
         held = attempt is not None and attempt.held is not None
         return Question(
             world=world,
-            lineage=self.lineage(),
+            lineage=tuple(self.state.lineage()),
             offers=offers,
             struck={**struck, **striking},
-            tainted=tuple(
-                Tainted(attempt=taint.attempt, from_step=taint.from_step, to_step=taint.to_step, reason=taint.reason)
-                for taint in self.state.taints
-            ),
+            taints=self.state.taints,
             readies=len(self.state.readies),
             sworn={source: self.source_digests} if source is not None and held else {},
         )

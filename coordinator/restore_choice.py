@@ -14,6 +14,8 @@ from dataclasses import dataclass
 
 from toprope.coordinator.roll import Node
 from toprope.coordinator.wire import TIERS, Copy, RestoreShard, Source
+from toprope.store.fold import Stretch, covers
+from toprope.store.records import Taint
 
 Shards = dict[int, list[tuple[Node | None, Copy]]]
 
@@ -40,29 +42,6 @@ class Offer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stretch:
-    """A stretch of the lineage: steps of this attempt past ``after``, up to ``upto``, led to where the job is now."""
-
-    attempt_uid: str
-    after: int
-    upto: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tainted:
-    """Steps of an attempt that are not to be trusted; ``to_step`` None: all from ``from_step`` on."""
-
-    attempt: int
-    from_step: int
-    to_step: int | None
-    reason: str
-
-    def covers(self, attempt: int, step: int) -> bool:
-        """Say whether a step is tainted."""
-        return attempt == self.attempt and self.from_step <= step and (self.to_step is None or step <= self.to_step)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
     """What the log says about where an attempt of ``world`` ranks may begin.
 
@@ -74,7 +53,7 @@ class Question:
     lineage: tuple[Stretch, ...]
     offers: tuple[Offer, ...]
     struck: Mapping[tuple[str, int], str]
-    tainted: tuple[Tainted, ...]
+    taints: tuple[Taint, ...]
     sworn: Mapping[tuple[str, int], tuple[str, ...]]
     readies: int = 0
 
@@ -134,7 +113,7 @@ def choose(question: Question, nodes: Sequence[Node], objects: Iterable[Copy]) -
 
 
 def _by_step(question: Question, nodes: Sequence[Node], objects: Iterable[Copy]) -> dict[tuple[str, int], Shards]:
-    bounds = {stretch.attempt_uid: (stretch.after, stretch.upto) for stretch in question.lineage}
+    stretches = {stretch.attempt_uid: stretch for stretch in question.lineage}
     held: dict[tuple[str, int], Shards] = defaultdict(lambda: defaultdict(list))
     everything: Iterator[tuple[Node | None, Copy]] = (
         (owner, copy)
@@ -143,8 +122,8 @@ def _by_step(question: Question, nodes: Sequence[Node], objects: Iterable[Copy])
         if (copy.tier == "object") == (owner is None)
     )
     for node, copy in everything:
-        after, upto = bounds.get(copy.attempt_uid, (0, 0))
-        if copy.world == question.world and after < copy.step <= upto:
+        stretch = stretches.get(copy.attempt_uid)
+        if stretch is not None and copy.world == question.world and stretch.holds(copy.step):
             held[copy.attempt_uid, copy.step][copy.rank].append((node, copy))
     return held
 
@@ -155,9 +134,9 @@ def _judge(
     if (uid, step) in question.struck:
         return Passed(reason=f"struck off before: {question.struck[uid, step]}")
     attempts = {copy.attempt for copies in held.values() for _, copy in copies} | ({offer.attempt} if offer else set())
-    for tainted in question.tainted:
-        if any(tainted.covers(attempt, step) for attempt in attempts):
-            return Passed(reason=f"tainted: {tainted.reason}")
+    for taint in question.taints:
+        if any(covers(taint, attempt=attempt, step=step) for attempt in attempts):
+            return Passed(reason=f"tainted: {taint.reason}")
     stored: tuple[Stored, ...] = offer.shards if offer is not None and not offer.damage else ()
     damage = f"; its READY checkpoint: {offer.damage}" if offer is not None and offer.damage else ""
     sworn = question.sworn.get((uid, step)) or tuple(one.digest for one in stored)
@@ -225,7 +204,7 @@ def shards_of(
         lineage=(Stretch(attempt_uid=attempt_uid, after=0, upto=step),),
         offers=(),
         struck={},
-        tainted=(),
+        taints=(),
         sworn={},
     )
     held = _by_step(question, nodes, objects).get((attempt_uid, step), {})

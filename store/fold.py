@@ -17,6 +17,19 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Stretch:
+    """Steps of one attempt that led to where the job is: those past ``after``, up to ``upto`` if that is not None."""
+
+    attempt_uid: str
+    after: int
+    upto: int | None
+
+    def holds(self, step: int) -> bool:
+        """Return whether a step of the attempt is one of them."""
+        return self.after < step and (self.upto is None or step <= self.upto)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class JobState:
     """The fold of the first ``n`` records.
 
@@ -63,7 +76,7 @@ class JobState:
 
     def is_tainted(self, *, attempt: int, step: int) -> bool:
         """Return whether this step of this attempt is not to be trusted."""
-        return any(taint.attempt == attempt and _covers(taint, step) for taint in self.taints)
+        return any(covers(taint, attempt=attempt, step=step) for taint in self.taints)
 
     def ready_lineage(self) -> Iterator[tuple[int, Ready]]:
         """Yield the READYs from head up the parents, newest first, retired and tainted ones included."""
@@ -88,16 +101,22 @@ class JobState:
             return self.readies[attempt.ready].attempt_uid, attempt.from_step
         return None
 
+    def lineage(self) -> Iterator[Stretch]:
+        """Yield the attempts that led to where the job is, current first, with their steps that did."""
+        by_uid = {attempt.uid: attempt for attempt in self.attempts}
+        current, upto = self.attempt, None
+        while current is not None:
+            yield Stretch(attempt_uid=current.uid, after=current.from_step, upto=upto)
+            source = self.source_of(current)
+            current, upto = (by_uid[source[0]], source[1]) if source else (None, None)
+
     def is_on_lineage(self, *, attempt_uid: str, step: int) -> bool:
         """Return whether that snapshot was written by the current attempt or by what it descends from."""
-        by_uid = {attempt.uid: attempt for attempt in self.attempts}
-        current, limit = self.attempt, None
-        while current is not None:
-            if current.uid == attempt_uid:
-                return current.from_step < step and (limit is None or step <= limit)
-            source = self.source_of(current)
-            current, limit = (by_uid[source[0]], source[1]) if source else (None, None)
-        return False
+        return any(stretch.attempt_uid == attempt_uid and stretch.holds(step) for stretch in self.lineage())
+
+    def is_ended(self, attempt: int) -> bool:
+        """Return whether a taint without an end has ended this attempt: nothing more of it can become READY."""
+        return any(taint.attempt == attempt and taint.to_step is None for taint in self.taints)
 
 
 def fold(state: JobState, record: Record, *, record_sha256: str) -> JobState:
@@ -268,13 +287,12 @@ def _broken_by_ready(state: JobState, record: Ready) -> str | None:
     current = state.attempt
     if current is None:
         return "READY before any attempt"
-    ended = any(taint.attempt == record.attempt and taint.to_step is None for taint in state.taints)
     return _first(
         (record.attempt == current.attempt, f"it is of attempt {record.attempt}; the current is {current.attempt}"),
         (record.attempt_uid == current.uid, f"it is of attempt uid {record.attempt_uid}, not {current.uid}"),
         (record.step > state.last_step, f"step {record.step} is not past step {state.last_step}"),
         (record.parent == state.head, f"its parent is {record.parent}, but head is {state.head}"),
-        (not ended, f"a taint ended attempt {record.attempt}"),
+        (not state.is_ended(record.attempt), f"a taint ended attempt {record.attempt}"),
         (not state.is_tainted(attempt=record.attempt, step=record.step), f"step {record.step} is tainted"),
         (_SHA256.fullmatch(record.manifest_sha256) is not None, "it names no manifest"),
         (record.bytes >= 0, f"{record.bytes} bytes"),
@@ -337,5 +355,7 @@ def _precedes(state: JobState, ready: Ready, record: Attempt) -> bool:
     return ready.attempt <= number and ready.step <= record.from_step
 
 
-def _covers(taint: Taint, step: int) -> bool:
-    return taint.from_step <= step and (taint.to_step is None or step <= taint.to_step)
+def covers(taint: Taint, *, attempt: int, step: int) -> bool:
+    """Return whether this taint is on a step of an attempt; both ends of its range are."""
+    within = taint.from_step <= step and (taint.to_step is None or step <= taint.to_step)
+    return taint.attempt == attempt and within
