@@ -10,6 +10,7 @@ from toprope.store.errors import UsageError
 from toprope.store.names import checked_id
 
 LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
+TOKEN_CHARS_MIN = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,7 +21,8 @@ class Address:
     port: int
 
     def __str__(self) -> str:
-        return f"{self.host}:{self.port}"
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{host}:{self.port}"
 
 
 def address(text: str, *, what: str) -> Address:
@@ -32,7 +34,7 @@ def address(text: str, *, what: str) -> Address:
     host, colon, port = text.rpartition(":")
     if not colon or not host or not port.isdecimal() or int(port) > 65535:  # noqa: PLR2004 - the largest port
         raise UsageError(f"{what} {text!r} is not HOST:PORT with a port of 0 to 65535")
-    return Address(host=host, port=int(port))
+    return Address(host=host.strip("[]"), port=int(port))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +97,7 @@ def read_token(path: Path | None) -> str:
     """Return the secret in a file, empty when there is none.
 
     Raises:
-        UsageError: the file can't be read, or is empty.
+        UsageError: the file can't be read, or holds too little to be a secret.
     """
     if path is None:
         return ""
@@ -103,6 +105,8 @@ def read_token(path: Path | None) -> str:
         token = path.read_text(encoding="ascii").strip()
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"token file {path} can't be read: {error}") from error
-    if not token:
-        raise UsageError(f"token file {path} is empty: put a secret of at least 16 characters into it")
+    if len(token) < TOKEN_CHARS_MIN:
+        raise UsageError(
+            f"token file {path} holds {len(token)} characters: put a secret of at least {TOKEN_CHARS_MIN} into it"
+        )
     return token

@@ -102,15 +102,17 @@ def test_what_is_no_address_is_refused(text: str) -> None:
         address(text, what="--listen")
 
 
-def test_an_address_is_a_host_and_a_port() -> None:
-    assert address("127.0.0.1:80", what="--listen") == Address(host="127.0.0.1", port=80)
+@pytest.mark.parametrize(("text", "host"), [("127.0.0.1:80", "127.0.0.1"), ("[::1]:80", "::1")])
+def test_an_address_is_a_host_and_a_port(text: str, host: str) -> None:
+    assert address(text, what="--listen") == Address(host=host, port=80)
+    assert str(address(text, what="--listen")) == text
 
 
-def test_a_token_file_that_is_missing_or_empty_is_refused(tmp_path: Path) -> None:
+def test_a_token_file_that_is_missing_or_holds_no_secret_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="can't be read"):
         read_token(tmp_path / "none")
-    (tmp_path / "empty").write_text("\n")
-    with pytest.raises(UsageError, match="empty"):
-        read_token(tmp_path / "empty")
-    (tmp_path / "good").write_text("secret\n")
-    assert read_token(tmp_path / "good") == "secret"
+    (tmp_path / "weak").write_text("secret\n")
+    with pytest.raises(UsageError, match="at least 16"):
+        read_token(tmp_path / "weak")
+    (tmp_path / "good").write_text("a secret of some length\n")
+    assert read_token(tmp_path / "good") == "a secret of some length"
