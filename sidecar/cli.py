@@ -13,7 +13,6 @@ import typer
 
 from toprope.sidecar.config import (
     SidecarConfig,
-    checked_config,
     default_node,
     parse_address,
     parse_domain,
@@ -69,6 +68,5 @@ def sidecar(  # noqa: PLR0913 - one parameter for each flag
         token=read_token(token_file) if token_file is not None else None,
         ready_file=ready_file,
     )
-    checked_config(config)
     os.umask(0o077)
     asyncio.run(run(config))

@@ -14,14 +14,19 @@ from toprope.store.names import checked_id
 MAX_SOCKET_PATH_BYTES = 107
 _LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,62}")
 _LOOPBACK = {"127.0.0.1", "localhost", "::1"}
+_ANY = {"0.0.0.0", "::"}  # noqa: S104 - they are refused
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Address:
-    """A host and a port."""
+    """A host and a port; port 0 lets the system choose."""
 
     host: str
     port: int
+
+    def __str__(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{host}:{self.port}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +52,23 @@ class SidecarConfig:
     stall_timeout_s: float = 5.0
     use_deadline_s: float = 30.0
 
+    def __post_init__(self) -> None:
+        """Check what can be checked without a look at the machine.
+
+        Raises:
+            UsageError: a setting is wrong; the message says which and what to give.
+        """
+        checked_id(self.job, what="job")
+        checked_id(self.node, what="node")
+        _check_socket(self.socket)
+        _check_listen(self.listen, token=self.token)
+        for url in self.coordinators:
+            if not url.startswith(("http://", "https://")):
+                raise UsageError(f"coordinator {url!r} is not a URL: give http://HOST:PORT")
+        for key, value in self.domain.items():
+            if _LABEL.fullmatch(key) is None or _LABEL.fullmatch(value) is None:
+                raise UsageError(f"domain {key}={value} is not usable: give labels such as rack=r1")
+
     @property
     def job_memory(self) -> Path:
         """Return the directory of this job's memory files."""
@@ -58,29 +80,20 @@ class SidecarConfig:
         return self.local_dir / self.job
 
 
-def checked_config(config: SidecarConfig) -> SidecarConfig:
-    """Return the config after checks that need no look at the machine.
-
-    Raises:
-        UsageError: a setting is wrong; the message says which and what to give.
-    """
-    checked_id(config.job, what="job")
-    checked_id(config.node, what="node")
-    length = len(os.fsencode(config.socket))
+def _check_socket(path: Path) -> None:
+    length = len(os.fsencode(path))
     if length > MAX_SOCKET_PATH_BYTES:
         raise UsageError(
-            f"socket path {config.socket} has {length} bytes; the system allows {MAX_SOCKET_PATH_BYTES}. "
+            f"socket path {path} has {length} bytes; the system allows {MAX_SOCKET_PATH_BYTES}. "
             "Give a shorter one with --socket"
         )
-    if config.listen.host not in _LOOPBACK and config.token is None:
-        raise UsageError(f"--listen {config.listen.host} is reachable by others: give --token-file as well")
-    for url in config.coordinators:
-        if not url.startswith(("http://", "https://")):
-            raise UsageError(f"coordinator {url!r} is not a URL: give http://HOST:PORT")
-    for key, value in config.domain.items():
-        if _LABEL.fullmatch(key) is None or _LABEL.fullmatch(value) is None:
-            raise UsageError(f"domain {key}={value} is not usable: give labels such as rack=r1")
-    return config
+
+
+def _check_listen(listen: Address, *, token: str | None) -> None:
+    if listen.host not in _LOOPBACK and token is None:
+        raise UsageError(f"--listen {listen.host} is reachable by others: give --token-file as well")
+    if listen.host in _ANY:
+        raise UsageError(f"--listen {listen} names no host: give the address at which other nodes reach this one")
 
 
 def parse_address(text: str, *, what: str) -> Address:

@@ -24,7 +24,7 @@ from toprope.sidecar.adapters.files import Disk, Pages
 from toprope.sidecar.adapters.http import SidecarHttp
 from toprope.sidecar.adapters.peers import HttpPeers
 from toprope.sidecar.budget import measure, needed_bytes, why_too_little
-from toprope.sidecar.config import SidecarConfig, checked_config
+from toprope.sidecar.config import Address, SidecarConfig
 from toprope.sidecar.core import Core, Identity
 from toprope.sidecar.local_tier import LocalTier
 from toprope.sidecar.memory import Memory, boot_id, lock_memory, make_directory
@@ -60,7 +60,6 @@ async def run(config: SidecarConfig, wrap: Wrap = no_wrap) -> None:
         UsageError: it can't be started like this.
         RefusedError: the coordinator does not want it.
     """
-    checked_config(config)
     make_directory(config.memory_dir, what="--memory-dir")
     make_directory(config.job_memory, what="--memory-dir")
     make_directory(config.job_local, what="--local-dir")
@@ -72,7 +71,7 @@ async def run(config: SidecarConfig, wrap: Wrap = no_wrap) -> None:
             ground = Ground(
                 store=open_store(config.store, write=True),
                 listening=listening,
-                url=f"http://{config.listen.host if host == '0.0.0.0' else host}:{port}",  # noqa: S104 - it is compared
+                url=f"http://{Address(host=host, port=port)}",
                 boot_id=boot_id(config.memory_dir),
                 incarnation=os.urandom(16).hex(),
             )
@@ -115,9 +114,7 @@ def _bound(config: SidecarConfig) -> Iterator[socket.socket]:
             listening.bind((address.host, address.port))
         except OSError as error:
             reason = "it is in use" if error.errno == errno.EADDRINUSE else str(error.strerror)
-            raise UsageError(
-                f"can't listen on {address.host}:{address.port}: {reason}. Give another with --listen"
-            ) from error
+            raise UsageError(f"can't listen on {address}: {reason}. Give another with --listen") from error
         yield listening
 
 
