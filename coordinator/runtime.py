@@ -58,6 +58,7 @@ from toprope.store.records import AttemptFacts, Elected, Job, Record
 
 _LOG = logging.getLogger("toprope.coordinator")
 _OPEN_TIMEOUT_S = 60.0
+_CANCEL_AGAIN_S = 0.5
 
 
 class Log:
@@ -237,8 +238,7 @@ class Runtime:
                 loops.append(tasks.create_task(self.mqtt.run()))
             announce_ready(self.config, url=url, broker=self.mqtt.broker if self.mqtt is not None else None)
             await stop.wait()
-            for loop in loops:
-                loop.cancel()
+            await _ended(set(loops))
 
     def _post(self, event: Event) -> None:
         if self.core is None:
@@ -457,6 +457,18 @@ class Runtime:
             shards=shards,
             damage=damage,
         )
+
+
+async def _ended(loops: set[asyncio.Task[None]]) -> None:
+    """End what would go on for ever.
+
+    Cancelled again until it has ended: in Python 3.11 ``wait_for``, which the MQTT client uses, loses a cancellation
+    that comes at the moment of its result.
+    """
+    while loops:
+        for loop in loops:
+            loop.cancel()
+        _, loops = await asyncio.wait(loops, timeout=_CANCEL_AGAIN_S)
 
 
 async def run(config: Config, wrap: Wrap = unwrapped) -> None:

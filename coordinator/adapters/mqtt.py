@@ -67,6 +67,8 @@ class Mqtt:
             try:
                 await self._serve_connection()
             except aiomqtt.MqttError as error:
+                if _is_cancelled():
+                    raise asyncio.CancelledError from error
                 if failures == 0 or self.is_connected:
                     _LOG.warning("broker %s is away (%s); documents go by HTTP until it is back", self.broker, error)
                 failures = 0 if self.is_connected else failures + 1
@@ -105,6 +107,12 @@ class Mqtt:
             self._deliver(_document(topic, body))
         except DocumentError as error:
             _LOG.warning("a document on %s was ignored: %s", topic, error)
+
+
+def _is_cancelled() -> bool:
+    """Say whether this task is to end: to leave a client may fail, and its error then hides the cancellation."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
 
 
 def _document(topic: str, body: bytes) -> Document:
