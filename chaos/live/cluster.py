@@ -6,7 +6,6 @@ import contextlib
 import secrets
 import shutil
 import sys
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,9 +15,8 @@ from typing import Protocol, Self
 from toprope.chaos.live.ask import get_desired, get_inventory
 from toprope.chaos.live.broker import start_broker
 from toprope.chaos.live.processes import Killed, Process, Running, free_port, kill_tree, wait_ready
+from toprope.chaos.live.scratch import Scratch
 from toprope.coordinator.wire import Desired
-
-_MEMORY = Path("/dev/shm")  # noqa: S108 - the tmpfs that slots are made for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,17 +74,21 @@ class Cluster:
     cadences: Cadences = field(default_factory=Cadences)
     launch: Launch = field(default_factory=lambda: spawn)
     """Starts ``ckpt`` with some words; a fork server does it faster."""
-    memory: Path = field(init=False)
     nodes: dict[str, Node] = field(init=False, default_factory=dict)
     broker: Process | None = field(init=False, default=None)
     coordinator: Running | None = field(init=False, default=None)
     _broker_port: int = field(init=False, default_factory=free_port)
     _coordinator_port: int = field(init=False, default_factory=free_port)
+    _scratch: Scratch = field(init=False, default_factory=Scratch)
 
     def __post_init__(self) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)
         self.store.mkdir(exist_ok=True)
-        self.memory = Path(tempfile.mkdtemp(prefix="toprope-", dir=_MEMORY if _MEMORY.is_dir() else None))
+
+    @property
+    def memory(self) -> Path:
+        """What stands for the memory of all nodes."""
+        return self._scratch.path
 
     @property
     def store(self) -> Path:
@@ -177,7 +179,7 @@ class Cluster:
                 node.socket.unlink()
             if node.memory_dir.is_dir():
                 shutil.copytree(node.memory_dir, self.directory / "nodes" / node.name / "memory", dirs_exist_ok=True)
-        shutil.rmtree(self.memory)
+        self._scratch.remove()
 
     def __enter__(self) -> Self:
         return self

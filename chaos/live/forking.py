@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import signal
@@ -13,7 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from toprope.chaos.live.processes import Killed, LiveError
+from toprope.chaos.live.processes import Killed, LiveError, die_with_parent
 
 _POLL_S = 0.01
 
@@ -29,6 +30,7 @@ class ForkServer:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=dict(os.environ) | {"OMP_NUM_THREADS": "1", "PYTHONPATH": search.rstrip(os.pathsep)},
+            preexec_fn=functools.partial(die_with_parent, os.getpid()),  # noqa: PLW1509 - a few system calls; its imports may take seconds
         )
         self._ready = False
         self._pending = b""

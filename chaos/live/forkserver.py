@@ -47,17 +47,18 @@ def _serve(line: bytes) -> bool:
     if not line:
         return False
     order = json.loads(line)
+    me = os.getpid()
     pid = os.fork()
     if pid == 0:
-        _become(order)
+        _become(order, parent=me)
     _answer({"pid": pid})
     return True
 
 
-def _become(order: dict[str, Any]) -> None:
+def _become(order: dict[str, Any], *, parent: int) -> None:
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    die_with_parent()
+    die_with_parent(parent)
     log = os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     for descriptor in (1, 2):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import json
 import os
 import signal
@@ -70,7 +71,7 @@ class Process:
                 stdout=stream,
                 stderr=stream,
                 env=dict(os.environ) | dict(env or {}),
-                preexec_fn=die_with_parent,  # noqa: PLW1509 - one prctl call; these programs start no threads before it
+                preexec_fn=functools.partial(die_with_parent, os.getpid()),  # noqa: PLW1509 - one prctl call; these programs start no threads before it
             )
 
     @property
@@ -197,9 +198,11 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def die_with_parent() -> None:
-    """Ask Linux to kill this process when its parent dies."""
+def die_with_parent(parent: int) -> None:
+    """Ask Linux to kill this process when its parent, whose process id the parent gives, dies."""
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before the call
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _children(pid: int) -> Iterator[int]:

@@ -72,4 +72,5 @@ def start_alone(training: Training, *, log: Path) -> Process:
 
 
 def _torchrun(name: str, options: Sequence[str], words: Sequence[str], log: Path, env: dict[str, str]) -> Process:
-    return Process(name, [sys.executable, "-m", "torch.distributed.run", *options, *words], log=log, env=env)
+    own = f"--log-dir={log.parent / 'torchrun'}"  # else a directory in /tmp for each agent, which nobody removes
+    return Process(name, [sys.executable, "-m", "torch.distributed.run", own, *options, *words], log=log, env=env)

@@ -23,6 +23,7 @@ from tests.support.services import Process, broker, free_port, wait_ready, wait_
 from toprope.__main__ import main
 from toprope.chaos.live.ask import get
 from toprope.chaos.live.broker import start_broker
+from toprope.chaos.live.processes import LiveError
 from toprope.coordinator.wire import (
     MAX_DESIRED_BYTES,
     Desired,
@@ -51,7 +52,11 @@ class Coordinator:
         ready.unlink(missing_ok=True)
         line = [sys.executable, "-m", "toprope", *words(directory, "--ready-file", str(ready), *arguments)]
         self.process = Process(name, line, log=directory / f"{name}.log")
-        self.ready = wait_ready(self.process, ready)
+        try:
+            self.ready = wait_ready(self.process, ready)
+        except LiveError:
+            self.process.stop()
+            raise
         self.url: str = self.ready["url"]
 
 

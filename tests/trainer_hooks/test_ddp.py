@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.support.ddp_rank import SAVED_STEPS, WORLD
 from tests.support.fake_sidecar import FakeSidecar
+from tests.support.services import Process
+from tests.support.source import ROOT
 from tests.support.tiny_trainer import open_image, tiny
 
 from toprope.trainer_hooks.image import DOCUMENT, Image
@@ -32,20 +32,15 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Outcome]:
     directory = tmp_path_factory.mktemp("ddp")
     with FakeSidecar(directory / "s") as sidecar:
         command = [sys.executable, "-m", "tests.support.ddp_rank"]
+        env = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
         where = [str(directory / "rendezvous"), str(sidecar.socket_path), str(directory)]
         ranks = [
-            subprocess.Popen(
-                [*command, str(rank), *where],
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
-                cwd=Path(__file__).parents[2],
-                stderr=subprocess.PIPE,
-                text=True,
-            )
+            Process(f"rank {rank}", [*command, str(rank), *where], log=directory / f"rank-{rank}.log", env=env)
             for rank in range(WORLD)
         ]
         try:
-            said = [process.communicate(timeout=100)[1] for process in ranks]
-            assert [process.returncode for process in ranks] == [0, 0], "\n".join(said)
+            statuses = [process.wait(100) for process in ranks]
+            assert statuses == [0, 0], "\n".join(process.log.read_text() for process in ranks)
         finally:
             for process in ranks:
                 process.kill()
