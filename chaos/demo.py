@@ -43,8 +43,12 @@ class Plan:
 
     @property
     def kill_step(self) -> int:
-        """A step in the middle third, drawn from the seed."""
-        return random.Random(self.seed).randint(self.steps // 3, 2 * self.steps // 3)
+        """A step in the middle third, drawn from the seed.
+
+        The newest due step before it is one that does not go to the object store: what is shown is a peer's memory.
+        """
+        middle = range(self.steps // 3, 2 * self.steps // 3 + 1)
+        return random.Random(self.seed).choice([step for step in middle if step // self.every % 2 == 1])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,7 +184,7 @@ class _Watch:
             how = f"restored step {event.step} and goes on" if event.step else "begins"
             self.progress.say(f"rank {event.rank} {how}")
         elif event.event == "failed":
-            self.progress.say(f"rank {event.rank} noticed: {event.error[:90]}", alarm=True)
+            self.progress.say(f"rank {event.rank} noticed: {' '.join(event.error.split())[:90]}", alarm=True)
 
     def _safety(self) -> str:
         """Return what the coordinator knows to be safe, asked twice a second."""
