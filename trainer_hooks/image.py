@@ -12,7 +12,7 @@ import json
 import mmap
 import os
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +24,10 @@ from toprope.trainer_hooks.errors import StateMismatchError, UnsupportedLeafErro
 
 DOCUMENT = "__document__"
 FORMAT = "1"
-MAX_HEADER_BYTES = 100_000_000  # what the safetensors library accepts
+MAX_HEADER_BYTES = 16 * 1024 * 1024  # these four are what the services accept: see docs/format.md
+MAX_TENSORS = 65_536
+MAX_DIMENSIONS = 32
+MAX_NAME_CHARACTERS = 1024
 _LENGTH = struct.Struct("<Q")
 _WIDEST = 10**18  # room for any step, attempt or offset when a header's length is chosen
 
@@ -112,7 +115,11 @@ class Plan:
 
 
 def plan_image(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> Plan:
-    """Return the layout for these tensors; ``metadata`` gives the keys of the header and the room their values need."""
+    """Return the layout for these tensors; ``metadata`` gives the keys of the header and the room their values need.
+
+    Raises:
+        UnsupportedLeafError: no reader would accept an image of these tensors.
+    """
     ordered = sorted(tensors.items(), key=lambda item: (-_stored_itemsize(item[1].dtype), item[0]))
     places, offset = [], 0
     for name, tensor in ordered:
@@ -121,7 +128,26 @@ def plan_image(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str])
         offset += size
     widest = {key: value if not value.isdecimal() else str(_WIDEST) for key, value in metadata.items()}
     header = _header_json(tuple(places), offset, _WIDEST, widest)
-    return Plan(tuple(places), -(-len(header) // 8) * 8, offset)
+    padded_bytes = -(-len(header) // 8) * 8
+    _check_limits(places, padded_bytes)
+    return Plan(tuple(places), padded_bytes, offset)
+
+
+def _check_limits(places: Sequence[Place], size: int) -> None:
+    if len(places) >= MAX_TENSORS or size > MAX_HEADER_BYTES:  # the document is a tensor as well
+        raise UnsupportedLeafError.at(
+            "the state of this rank",
+            f"{len(places)} tensors with a header of {size} bytes; less than {MAX_TENSORS} with {MAX_HEADER_BYTES} "
+            "can be kept",
+        )
+    for place in places:
+        dimensions = len(place.shape) + (place.dtype in _AS_BYTES)
+        if dimensions > MAX_DIMENSIONS or len(place.name) > MAX_NAME_CHARACTERS:
+            raise UnsupportedLeafError.at(
+                place.name[:80],
+                f"a tensor of {dimensions} dimensions with a name of {len(place.name)} characters; at most "
+                f"{MAX_DIMENSIONS} and {MAX_NAME_CHARACTERS} can be kept",
+            )
 
 
 def header_bytes(plan: Plan, document_bytes: int, metadata: Mapping[str, str]) -> bytes:

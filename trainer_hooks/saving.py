@@ -85,10 +85,11 @@ class Saver:
         """Tell the sidecar how large an image is, once the first update has made the optimizer's state."""
         try:
             snapshot = self._capture()
+            plan = self._plan_for(snapshot)
         except UnsupportedLeafError as error:
             self._note_trouble("unsupported value", str(error))
             return
-        self._announce_size(self._plan_for(snapshot).image_bytes(len(snapshot.document)), len(snapshot.document))
+        self._announce_size(plan.image_bytes(len(snapshot.document)), len(snapshot.document))
 
     def _announce_size(self, image_bytes: int, document_bytes: int) -> None:
         self._announced_bytes = image_bytes + document_bytes // 2 + _DOCUMENT_ROOM_BYTES
@@ -104,11 +105,11 @@ class Saver:
             return
         try:
             snapshot = self._capture()
+            plan = self._plan_for(snapshot)
         except UnsupportedLeafError as error:
             self._session.slots.give_back(grant)
             self._skip(step, "unsupported value", str(error))
             return
-        plan = self._plan_for(snapshot)
         needed = plan.image_bytes(len(snapshot.document))
         if needed > grant.target.bytes:
             self._announce_size(needed, len(snapshot.document))

@@ -12,7 +12,7 @@ from torch import nn
 
 from toprope.trainer_hooks import rng
 from toprope.trainer_hooks.errors import UnsupportedLeafError, UsageError
-from toprope.trainer_hooks.image import check_tensor
+from toprope.trainer_hooks.image import check_tensor, plan_image
 from toprope.trainer_hooks.layout import owners
 from toprope.trainer_hooks.modules import ModelState, model_state, optimizer_names
 from toprope.trainer_hooks.tree import Encoder, Json
@@ -104,7 +104,7 @@ def check_values(parts: Parts, *, rank: int, world: int) -> None:
         UnsupportedLeafError: a value can't be kept exactly.
         UsageError: the optimizer is not one for this model.
     """
-    capture(replace(parts, dataloader=None), rank=rank, world=world)
+    plan_image(capture(replace(parts, dataloader=None), rank=rank, world=world).tensors, {})
 
 
 def capture(parts: Parts, *, rank: int, world: int) -> Snapshot:

@@ -13,7 +13,9 @@ import torch
 from tests.support.tiny_trainer import METADATA, assert_same_tensor, open_image, raw, snapshot_file
 from torch import nn
 
+from toprope.store import shard
 from toprope.store.shard import identity_of, parse_header
+from toprope.trainer_hooks import image
 from toprope.trainer_hooks.errors import StateMismatchError, UnsupportedLeafError
 from toprope.trainer_hooks.image import (
     _AS_BYTES,
@@ -176,3 +178,34 @@ def test_the_document_is_json_or_refused(tmp_path: Path) -> None:
     assert open_image(snapshot_file(tmp_path / "i", {}, json.dumps({"a": [1]}).encode())).document() == {"a": [1]}
     with pytest.raises(StateMismatchError, match="not JSON"):
         open_image(snapshot_file(tmp_path / "j", {}, b"\x80")).document()
+
+
+def test_writer_and_reader_have_the_same_limits() -> None:
+    names = ("MAX_HEADER_BYTES", "MAX_TENSORS", "MAX_DIMENSIONS", "MAX_NAME_CHARACTERS")
+    assert [getattr(image, name) for name in names] == [getattr(shard, name) for name in names]
+
+
+NONE = torch.empty(0)
+
+
+@pytest.mark.parametrize(
+    "tensors",
+    [
+        dict.fromkeys(map(str, range(image.MAX_TENSORS)), NONE),
+        {f"{number:01000}": NONE for number in range(image.MAX_HEADER_BYTES // 1000)},
+        {"x" * (image.MAX_NAME_CHARACTERS + 1): NONE},
+        {"deep": torch.empty((1,) * (image.MAX_DIMENSIONS + 1))},
+        {"deep": torch.empty((1,) * image.MAX_DIMENSIONS, dtype=torch.complex128)},
+    ],
+    ids=["tensors", "header", "name", "dimensions", "dimensions as bytes"],
+)
+def test_an_image_that_no_reader_would_accept_is_not_planned(tensors: dict[str, torch.Tensor]) -> None:
+    with pytest.raises(UnsupportedLeafError, match="can be kept"):
+        plan_image(tensors, METADATA)
+
+
+def test_an_image_at_the_limits_is_accepted(tmp_path: Path) -> None:
+    tensors = dict.fromkeys(map(str, range(image.MAX_TENSORS - 2)), NONE)
+    tensors["x" * image.MAX_NAME_CHARACTERS] = torch.ones((1,) * image.MAX_DIMENSIONS)
+    body = snapshot_file(tmp_path / "i", tensors).read_bytes()
+    assert len(parse_header(body, size=len(body), name="i").places) == image.MAX_TENSORS
