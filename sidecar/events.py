@@ -47,10 +47,11 @@ class OpenAnswered:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlotsSeen:
-    """The slots of a rank as they lie in memory now: pages, capacities, locks."""
+    """The slots of a rank as they lie in memory now: pages, capacities, locks; ``made``: those wanted are there."""
 
     rank: int
     sights: tuple[SlotSight, ...]
+    made: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

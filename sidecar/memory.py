@@ -88,9 +88,12 @@ class Memory:
     def make_slots(self, rank: int, numbers: tuple[int, ...], size: int) -> None:
         """Make slots: data faulted in, page EMPTY, lock.
 
+        What lacks one of its files was begun, or half removed, by a life that was killed, and is made anew.
+
         Raises:
             NoRoomError: they do not fit; what was begun is removed.
         """
+        self.remove_slots(rank, tuple(number for number in numbers if not self._is_whole(self.slot(rank, number))))
         (self.root / "slots" / f"rank-{rank}").mkdir(mode=0o700, exist_ok=True)
         self._check_room(size * len(numbers), what=f"{len(numbers)} slots of rank {rank}")
         try:
@@ -102,6 +105,9 @@ class Memory:
         except NoRoomError:
             self.remove_slots(rank, numbers)
             raise
+
+    def _is_whole(self, paths: SlotPaths) -> bool:
+        return all(path.exists() for path in (paths.data, paths.page, paths.lock))
 
     def remove_slots(self, rank: int, numbers: tuple[int, ...]) -> None:
         """Delete slots."""

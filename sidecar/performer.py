@@ -171,11 +171,11 @@ class Sidecar:
             self.post(on.SlotsRefused(rank=effect.rank, reason=str(error)))
             return
         log.info("rank %d: %d slots of %d bytes made", effect.rank, len(effect.slots), effect.bytes)
-        await self._look(effect.rank)
+        await self._look(effect.rank, made=True)
 
-    async def _look(self, rank: int) -> None:
+    async def _look(self, rank: int, *, made: bool = False) -> None:
         sights = await self._in_bulk(self._parts.memory.look, rank)
-        self.post(on.SlotsSeen(rank=rank, sights=sights))
+        self.post(on.SlotsSeen(rank=rank, sights=sights, made=made))
 
     async def _grant(self, effect: do.GrantSlot) -> None:
         page = effect.page

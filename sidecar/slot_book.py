@@ -105,12 +105,14 @@ class SlotBook:
 
     def see(self, event: SlotsSeen, *, connected: frozenset[int]) -> list[Effect]:
         """Take in slots as they lie in memory: adopt new ones, notice dead owners, finish what a lost frame said."""
-        self.making.discard(event.rank)
+        if event.made:
+            self.making.discard(event.rank)
         effects: list[Effect] = []
         for sight in event.sights:
             record = self.slots.get((event.rank, sight.slot))
             if record is None:
-                effects += self._adopt(event.rank, sight)
+                # those that are being made may yet be taken back, all of them
+                effects += [] if event.rank in self.making else self._adopt(event.rank, sight)
             else:
                 record.lock_held = sight.lock_held
                 effects += self._reconcile(record, sight, connected=connected)

@@ -27,6 +27,18 @@ def test_slots_are_made_for_the_size_that_was_announced() -> None:
     assert driver.tick(1.0) == [], "they are made once"
 
 
+def test_slots_that_are_being_made_are_neither_lent_nor_made_again() -> None:
+    driver = Driver()
+    driver.attempt()
+    driver.hello()
+    driver.frame(wire.Size(bytes=100))
+    driver.see(sight(0), made=False)
+    assert driver.granted() == [], "there may be no room for the others, and then it goes too"
+    assert driver.all(do.MakeSlots) == []
+    driver.see(*(sight(number) for number in range(3)))
+    assert driver.granted() == [0, 1, 2]
+
+
 def test_all_free_slots_are_lent_at_once() -> None:
     driver = Driver()
     driver.train()

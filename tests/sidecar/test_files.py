@@ -64,6 +64,23 @@ def test_slots_are_private_files_of_exactly_the_size_with_an_empty_page(memory: 
             assert path.stat().st_mode & 0o777 == 0o600
 
 
+@pytest.mark.parametrize("lost", ["data", "page", "lock"])
+def test_a_slot_that_a_kill_left_half_made_is_made_anew(memory: Memory, lost: str) -> None:
+    memory.make_slots(0, (0,), 100)
+    getattr(memory.slot(0, 0), lost).unlink()
+    assert memory.look(0) == ()
+    memory.make_slots(0, (0, 1, 2), 200)
+    assert [sight.capacity for sight in memory.look(0)] == [200, 200, 200]
+
+
+def test_a_whole_slot_is_never_made_again(memory: Memory) -> None:
+    body = made_image()
+    sealed_slot(memory, body)
+    with pytest.raises(FileExistsError):
+        memory.make_slots(0, (0, 1), 100)
+    assert memory.hash_slot(0, 0, seq=1, expected="") == made_shard(body)
+
+
 def test_hashing_writes_the_digest_into_the_page(memory: Memory) -> None:
     body = made_image()
     sealed_slot(memory, body)

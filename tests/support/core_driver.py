@@ -89,9 +89,9 @@ class Driver:
         self.now_s += seconds
         return self.on(on.Tick(now_s=self.now_s))
 
-    def see(self, *sights: SlotSight, rank: int = 0) -> list[Effect]:
-        """Let slots be seen."""
-        return self.on(on.SlotsSeen(rank=rank, sights=sights))
+    def see(self, *sights: SlotSight, rank: int = 0, made: bool = True) -> list[Effect]:
+        """Let slots be seen, after those wanted were made."""
+        return self.on(on.SlotsSeen(rank=rank, sights=sights, made=made))
 
     def train(self) -> None:
         """Come to where rank 0 trains in attempt 1 with three slots of 100 bytes granted."""
