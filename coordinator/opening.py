@@ -96,7 +96,7 @@ def _was_saved(journal: Journal, nodes: Sequence[Node]) -> bool:
 def hindrance(
     request: OpenRequest, journal: Journal, nodes: Mapping[str, Node], answered: Sequence[Node]
 ) -> OpenAnswer | None:
-    """Return why a launch must wait: a node of it did not answer just now, or another world still lives."""
+    """Return why a launch must wait: a node of it did not answer, another world lives, or a node may hold more."""
     text = phases.misplaced(request.world, nodes, answered={node.name for node in answered})
     if text:
         return OpenAnswer(code="unavailable", text=text)
@@ -109,6 +109,10 @@ def hindrance(
             if state.lock_held and current and state.launch_id != request.launch_id:
                 text = f"rank {state.rank} on node {node.name} still lives in attempt {attempt.attempt}"
                 return OpenAnswer(code="busy", text=text)
+    for node in answered:
+        if node.inventory.reading:
+            text = f"node {node.name} is still reading what it holds: a newer step than is known may be there"
+            return OpenAnswer(code="unavailable", text=text)
     return None
 
 

@@ -104,7 +104,8 @@ class ReadBack(_Document, frozen=True, kw_only=True):
 class Inventory(_Document, frozen=True, kw_only=True):
     """What one sidecar holds. ``(boot_id, incarnation)`` names its life; ``version`` grows within it.
 
-    ``incarnation`` is drawn by each sidecar process at its start, ``boot_id`` by each memory.
+    ``incarnation`` is drawn by each sidecar process at its start, ``boot_id`` by each memory. ``reading``: it may hold
+    more than it lists, for it has not read yet all that was sealed or that an earlier life left; ask again.
     """
 
     format: int = FORMAT
@@ -120,6 +121,7 @@ class Inventory(_Document, frozen=True, kw_only=True):
     copies: tuple[Copy, ...] = ()
     skipped: tuple[Skip, ...] = ()
     read_backs: tuple[ReadBack, ...] = ()
+    reading: bool = False
 
 
 class Presence(_Document, frozen=True, kw_only=True):

@@ -35,6 +35,8 @@ from toprope.sidecar.values import Shard, Way
 from toprope.trainer_hooks import wire
 
 FETCH_EVERY_S = 0.3
+READING_FOR_S = 60.0
+"""How long restores wait for what lies on this node's disk; a disk that takes longer must not stop the job."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +84,8 @@ class Core:
     read_backs: dict[str, ReadBack] = field(default_factory=dict)
     published: Inventory | None = None
     followed: tuple[tuple[str, str], ...] = ()
+    began_s: float | None = None
+    leftovers_read: bool = False
     stage_kept: str = ""
     fetch_at_s: float = 0.0
 
@@ -96,6 +100,7 @@ class Core:
 
     def _on_tick(self, event: on.Tick) -> list[Effect]:
         self.now_s = event.now_s
+        self.began_s = event.now_s if self.began_s is None else self.began_s
         late = [
             do.Shout(what="use-deadline", text=f"rank {r.rank} slot {r.number}: {use} took too long and lost its copy")
             for r, use in self.slots.expire_uses(now_s=self.now_s)
@@ -233,6 +238,10 @@ class Core:
     def _on_local_stored(self, event: on.LocalStored) -> list[Effect]:
         self.tiers.on_local(event)
         self._end_use(event.shard.rank, event.slot, "local")
+        return []
+
+    def _on_leftovers_read(self, _event: on.LeftoversRead) -> list[Effect]:
+        self.leftovers_read = True
         return []
 
     def _on_object_stored(self, event: on.ObjectStored) -> list[Effect]:
@@ -531,6 +540,11 @@ class Core:
             verdict=self.restore.verdict(notes.attempt_uid) or notes.verdict,
         )
 
+    def _is_reading(self) -> bool:
+        """Say whether there may be more here than is listed: a restore decided now could pass over the newest step."""
+        in_time = self.began_s is None or self.now_s - self.began_s < READING_FOR_S
+        return (not self.leftovers_read and in_time) or self.slots.is_hashing()
+
     def _publish(self) -> list[Effect]:
         if self.desired is None:
             return []
@@ -547,6 +561,7 @@ class Core:
             copies=tuple(self._copies()),
             skipped=tuple(self.slots.skipped),
             read_backs=tuple(self.read_backs[key] for key in sorted(self.read_backs)),
+            reading=self._is_reading(),
         )
         if inventory == self.published:
             return []
@@ -567,6 +582,7 @@ class Core:
         on.SlotDropped: _on_dropped,
         on.SpareSeen: _on_spare_seen,
         on.LocalStored: _on_local_stored,
+        on.LeftoversRead: _on_leftovers_read,
         on.ObjectStored: _on_object_stored,
         on.StoreFailed: _on_store_failed,
         on.OwnerSeen: _on_owner_seen,

@@ -110,6 +110,11 @@ class LocalStored:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LeftoversRead:
+    """All that an earlier life left on this node's disk has been read and told of."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ObjectStored:
     """A shard and its index lie in the object store: a receipt."""
 
@@ -245,6 +250,7 @@ Event: TypeAlias = (
     | SlotDropped
     | SpareSeen
     | LocalStored
+    | LeftoversRead
     | ObjectStored
     | StoreFailed
     | OwnerSeen

@@ -488,6 +488,7 @@ class Sidecar:
                 self._shouts.shout("local-damaged", item)
             else:
                 self.post(on.LocalStored(shard=item[0], path=str(item[1]), slot=None))
+        self.post(on.LeftoversRead())
 
     def doubt(self, request: do.Stage, way: Way) -> None:
         """Learn, from a thread, that a copy of this node was found to be wrong."""

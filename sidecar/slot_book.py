@@ -97,6 +97,10 @@ class SlotBook:
         records = [self.slots[key] for key in sorted(self.slots)]
         return [(record, record.shard) for record in records if record.phase is Phase.HASHED and record.shard]
 
+    def is_hashing(self) -> bool:
+        """Say whether a slot is being hashed or checked, so that it is not listed yet."""
+        return any(record.phase is Phase.SEALED for record in self.slots.values())
+
     def holder_launch(self, rank: int) -> str | None:
         """Return the launch whose process holds a lock on a slot of this rank, if one does."""
         return next((record.launch_id for record in self.of_rank(rank) if record.lock_held), None)

@@ -88,6 +88,21 @@ def test_a_rank_that_lives_on_a_node_that_does_not_answer_does_not_hold_up_a_new
     opened(reign.ask("a", "c", launch_id=OTHER))
 
 
+def test_a_launch_waits_for_a_node_that_is_still_reading_what_it_holds() -> None:
+    reign = training()
+    reign.hold(2)
+    reign.end_trainers()
+    found, reign.nodes["b"].copies = reign.nodes["b"].copies, []
+    reign.nodes["b"].reading = True
+    reign.hear("b")
+    assert code(reign.ask("a", "b", launch_id=OTHER)) == "unavailable", "or the job would begin afresh"
+    reign.nodes["b"].copies, reign.nodes["b"].reading = found, False
+    reign.hear("b")
+    view = opened(reign.ask("a", "b", launch_id=OTHER)).attempt
+    assert view is not None
+    assert view.from_step == 2
+
+
 def test_a_launch_that_was_superseded_is_told_so_and_fences_nobody() -> None:
     reign = training()
     reign.end_trainers()

@@ -70,6 +70,27 @@ def test_a_restarted_sidecar_without_a_document_lends_to_the_process_that_holds_
     assert driver.granted() == [0, 1]
 
 
+def test_a_restarted_sidecar_says_that_it_reads_until_its_slots_and_its_disk_are_read() -> None:
+    driver = Driver()
+    driver.see(sight(0, SlotState.HASHED, seq=3, step=7, digest=f"{7:032x}"))
+    driver.attempt()
+    assert driver.inventory.reading
+    driver.on(on.LeftoversRead())
+    assert driver.inventory.reading, "a slot is still being checked"
+    driver.hashed(0, 7, seq=3)
+    assert (driver.copies("memory"), driver.inventory.reading) == ([7], False)
+
+
+def test_a_disk_that_takes_a_minute_to_read_holds_up_no_restore() -> None:
+    driver = Driver()
+    driver.attempt()
+    driver.tick()
+    driver.tick(59.0)
+    assert driver.inventory.reading
+    driver.tick(1.0)
+    assert not driver.inventory.reading
+
+
 def test_a_sealed_slot_is_hashed_and_then_listed() -> None:
     driver = Driver()
     driver.train()

@@ -91,6 +91,7 @@ class FakeNode:
     up: bool = True
     url: str = ""
     version: int = 0
+    reading: bool = False
     ranks: dict[int, RankState] = field(default_factory=dict)
     copies: list[Copy] = field(default_factory=list)
     skipped: list[Skip] = field(default_factory=list)
@@ -114,6 +115,7 @@ class FakeNode:
             copies=tuple(self.copies),
             skipped=tuple(self.skipped),
             read_backs=tuple(self.read_backs),
+            reading=self.reading,
         )
 
     def say(self) -> Inventory:
