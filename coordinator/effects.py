@@ -1,4 +1,4 @@
-"""What the coordinator's core wants done. Values; ``runtime.py`` does them."""
+"""What the coordinator's core wants done. Values; ``performer.py`` does them."""
 
 from __future__ import annotations
 

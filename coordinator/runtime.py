@@ -1,4 +1,4 @@
-"""The coordinator's thin shell: it brings events to the core and does what the core wants done."""
+"""Starts a coordinator and ends it: the parts first, then the reign."""
 
 from __future__ import annotations
 
@@ -6,469 +6,23 @@ import asyncio
 import json
 import logging
 import os
-import secrets
 import signal
-import socket
-from collections.abc import Callable
 from contextlib import AsyncExitStack
-from typing import Any, assert_never
+from typing import Any
 
-import msgspec
-from prometheus_client import CollectorRegistry
-
-from toprope.coordinator import spec
 from toprope.coordinator.adapters.broker import embedded
 from toprope.coordinator.adapters.http import application, served
-from toprope.coordinator.adapters.mqtt import Document, Mqtt
+from toprope.coordinator.adapters.mqtt import Mqtt
 from toprope.coordinator.adapters.nodes import HttpNodes, session
 from toprope.coordinator.adapters.objects import ThreadedStore
-from toprope.coordinator.config import Config
-from toprope.coordinator.core import Core, Settings
-from toprope.coordinator.effects import Answer, Append, Commit, Effect, Prepare, Probe, Publish, ReadBackHere, Say
-from toprope.coordinator.events import (
-    Asked,
-    CommitFailed,
-    Connected,
-    Event,
-    Heard,
-    Hinted,
-    LogMoved,
-    OpenFailed,
-    Prepared,
-    Probed,
-    ReadHere,
-    SeenDesired,
-    Ticked,
-)
-from toprope.coordinator.intents import CommitStep, OpenAttempt, make_attempt, make_manifest, make_ready, make_spec
-from toprope.coordinator.journal import Journal
-from toprope.coordinator.metrics import Metrics
-from toprope.coordinator.overview import Overview, overview
-from toprope.coordinator.ports import Ports, StorePort, Wrap, unwrapped, wrapped
-from toprope.coordinator.restore_choice import Offer, Stored
-from toprope.coordinator.wire import Desired, Inventory, OpenAnswer, OpenRequest, Presence, ReadBack, ReadBackTask
-from toprope.store import manifest
-from toprope.store.errors import CkptError, CorruptObjectError, FencedError, StoreError, UnavailableError
-from toprope.store.fold import JobState
-from toprope.store.log import Appended, Call, Create, Read, Sleep, append_steps, drive
-from toprope.store.manifest import Index
-from toprope.store.names import Key, facts_key, manifest_key
+from toprope.coordinator.config import Address, Config
+from toprope.coordinator.performer import Coordinator
+from toprope.coordinator.ports import Ports, Wrap, unwrapped, wrapped
+from toprope.coordinator.wire import Desired
+from toprope.store.errors import CkptError
 from toprope.store.objects.opening import open_store
-from toprope.store.records import AttemptFacts, Elected, Job, Record
 
 _LOG = logging.getLogger("toprope.coordinator")
-_OPEN_TIMEOUT_S = 60.0
-_CANCEL_AGAIN_S = 0.5
-
-
-class Log:
-    """The job log as one writer has it: appends one at a time, and knows no record less than it has read."""
-
-    def __init__(self, store: StorePort, job: str, *, writer_id: str) -> None:
-        self.state = JobState(job=job)
-        self.term = 0
-        self._store = store
-        self._writer_id = writer_id
-        self._one_at_a_time = asyncio.Lock()
-
-    async def elect(self, *, job_uid: str) -> None:
-        """Begin a new term; with an empty log begin the job."""
-
-        def make_job(state: JobState) -> Record | None:
-            return Job(uid=job_uid, name=state.job) if state.n == 0 else None
-
-        await self.append(make_job)
-        done = await self.append(lambda _: Elected())
-        self.term = done.state.term
-
-    async def append(self, make: Callable[[JobState], Record | None]) -> Appended:
-        """Append what ``make`` decides on; raises as ``append_steps``."""
-        async with self._one_at_a_time:
-            steps = append_steps(self.state, make, term=self.term, writer_id=self._writer_id)
-            done = await drive(steps, self._call)
-            self.state = done.state
-            return done
-
-    async def catch_up(self) -> None:
-        """Read what others have appended.
-
-        Raises:
-            FencedError: a later term has been elected.
-        """
-        await self.append(lambda _: None)
-        if self.state.term > self.term:
-            raise FencedError(
-                f"job {self.state.job}: term {self.state.term} of {self.state.writer_id} has been elected; "
-                f"{self._writer_id} of term {self.term} stops"
-            )
-
-    async def _call(self, call: Call) -> bytes | None:
-        match call:
-            case Create():
-                await self._store.create_record(call.key, call.body)
-                return None
-            case Read():
-                return await self._store.read(call.key, uncached=call.uncached)
-            case Sleep():
-                await asyncio.sleep(call.seconds)
-                return None
-            case _:
-                assert_never(call)
-
-
-class Runtime:
-    """One coordinator process. It is a ``Service`` of the HTTP adapter."""
-
-    def __init__(self, config: Config) -> None:
-        self.config = config
-        self.metrics = Metrics()
-        self.core: Core | None = None
-        self.mqtt: Mqtt | None = None
-        self._waiting: dict[int, asyncio.Future[OpenAnswer]] = {}
-        self._requests = 0
-        self._news = asyncio.Event()
-        self._changed = asyncio.Condition()
-        self._unreachable = ""
-
-    @property
-    def registry(self) -> CollectorRegistry:
-        """Return the metrics, as they are now."""
-        view = self.status()
-        if view is not None:
-            gauges = self.metrics
-            gauges.term.set(view.term)
-            gauges.attempt.set(view.attempt.number if view.attempt is not None else 0)
-            gauges.protected_step.set(view.protected_step)
-            gauges.protected_age_s.set(view.protected_age_s)
-            gauges.ready_step.set(view.ready_step)
-            gauges.nodes_alive.set(sum(node.alive for node in view.nodes))
-            gauges.placements_unmet.set(len(self.core.unmet) if self.core is not None else 0)
-            gauges.broker_connected.set(view.broker == "connected")
-        return self.metrics.registry
-
-    # --- what the HTTP server asks ---------------------------------------------------------------------------------
-
-    def heard(self, inventory: Inventory) -> None:
-        """Take in an inventory whose sender is there."""
-        self._post(Heard(inventory=inventory, live=True, now_s=_now_s()))
-
-    def desired(self) -> Desired | None:
-        """Return how the job is wanted to be."""
-        return self.core.desired if self.core is not None else None
-
-    async def desired_after(self, term: int, version: int) -> None:
-        """Return once there is a Desired newer than (term, version)."""
-        async with self._changed:
-            await self._changed.wait_for(lambda: self._is_after(term, version))
-
-    def _is_after(self, term: int, version: int) -> bool:
-        desired = self.desired()
-        return desired is not None and (desired.term, desired.version) > (term, version)
-
-    async def open(self, request: OpenRequest) -> OpenAnswer:
-        """Return the attempt for a launch, or why there is none."""
-        if self.core is None:
-            return OpenAnswer(code="unavailable", text="the coordinator is still reading the log")
-        self._requests += 1
-        number = self._requests
-        answer: asyncio.Future[OpenAnswer] = asyncio.get_running_loop().create_future()
-        self._waiting[number] = answer
-        self._post(Asked(request_id=number, request=request, now_s=_now_s()))
-        try:
-            async with asyncio.timeout(_OPEN_TIMEOUT_S):
-                return await answer
-        except TimeoutError:
-            return OpenAnswer(code="unavailable", text=f"no decision within {_OPEN_TIMEOUT_S:.0f} s")
-        finally:
-            self._waiting.pop(number, None)
-
-    def status(self) -> Overview | None:
-        """Return what is safe where; None while the log is still being read."""
-        if self.core is None:
-            return None
-        broker = "none" if self.mqtt is None else ("connected" if self.mqtt.is_connected else "away")
-        return overview(self.core, broker=broker, now_s=_now_s())
-
-    # --- what the broker brings ------------------------------------------------------------------------------------
-
-    def deliver(self, document: Document) -> None:
-        """Take in a document from the broker."""
-        match document:
-            case Inventory():
-                self._post(Heard(inventory=document, live=False, now_s=_now_s()))
-            case Presence():
-                self._post(Hinted(presence=document, now_s=_now_s()))
-            case Desired():
-                self._post(SeenDesired(desired=document, now_s=_now_s()))
-            case _:
-                assert_never(document)
-
-    def connected(self) -> None:
-        """Take in that the broker was reached."""
-        self._post(Connected(now_s=_now_s()))
-
-    # --- the reign -------------------------------------------------------------------------------------------------
-
-    async def reign(self, ports: Ports, *, url: str, stop: asyncio.Event) -> None:
-        """Be elected, then serve until ``stop``.
-
-        Raises:
-            FencedError: another coordinator has been elected.
-        """
-        self._ports = ports
-        writer_id = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
-        self._log = Log(ports.store, self.config.job, writer_id=writer_id)
-        await self._log.elect(job_uid=secrets.token_hex(16))
-        settings = Settings(
-            job=self.config.job,
-            url=url,
-            cadence=self.config.cadence,
-            verdict_deadline_s=self.config.verdict_deadline_s,
-        )
-        journal = await self._journal()
-        _LOG.info(
-            "job %s: elected for term %d; the log has %d records", journal.state.job, self._log.term, journal.state.n
-        )
-        async with asyncio.TaskGroup() as tasks:
-            self._tasks = tasks
-            self.core = Core(settings, journal, now_s=_now_s())
-            self._post(Ticked(now_s=_now_s()))
-            loops = [tasks.create_task(loop) for loop in (self._tick(), self._heartbeat(), self._publish())]
-            if self.mqtt is not None:
-                loops.append(tasks.create_task(self.mqtt.run()))
-            announce_ready(self.config, url=url, broker=self.mqtt.broker if self.mqtt is not None else None)
-            await stop.wait()
-            await _ended(set(loops))
-
-    def _post(self, event: Event) -> None:
-        if self.core is None:
-            return
-        for effect in self.core.handle(event):
-            self._perform(effect)
-
-    async def _tick(self) -> None:
-        while True:
-            await asyncio.sleep(self.config.tick_s)
-            self._post(Ticked(now_s=_now_s()))
-
-    async def _heartbeat(self) -> None:
-        while True:
-            await asyncio.sleep(self.config.heartbeat_s)
-            try:
-                await self._log.catch_up()
-                await self._log_moved()
-            except UnavailableError as error:
-                if not self._unreachable:
-                    _LOG.error("the job log can't be read: %s", error)
-                self._unreachable = str(error)
-            else:
-                if self._unreachable:
-                    _LOG.info("the job log can be read again")
-                self._unreachable = ""
-
-    async def _publish(self) -> None:
-        while True:
-            await self._news.wait()
-            self._news.clear()
-            async with self._changed:
-                self._changed.notify_all()
-            desired = self.desired()
-            if desired is not None:
-                await self._ports.broker.publish(desired)
-
-    async def _log_moved(self) -> None:
-        assert self.core is not None
-        if self._log.state.n != self.core.journal.state.n:
-            self._post(LogMoved(journal=await self._journal(), now_s=_now_s()))
-
-    # --- doing -----------------------------------------------------------------------------------------------------
-
-    def _perform(self, effect: Effect) -> None:
-        match effect:
-            case Publish():
-                self._news.set()
-            case Answer():
-                self._answer(effect)
-            case Say():
-                _LOG.log(logging.getLevelNamesMapping()[effect.level.upper()], effect.text)
-            case Probe():
-                self._tasks.create_task(self._probe(effect))
-            case Prepare():
-                self._tasks.create_task(self._prepare(effect))
-            case Append():
-                self._tasks.create_task(self._open(effect.intent))
-            case Commit():
-                self._tasks.create_task(self._commit(effect.intent))
-            case ReadBackHere():
-                self._tasks.create_task(self._read_back(effect.task))
-            case _:
-                assert_never(effect)
-
-    def _answer(self, effect: Answer) -> None:
-        if effect.answer.attempt is None:
-            self.metrics.requests_refused.inc()
-            _LOG.warning("a launch was given no attempt: %s: %s", effect.answer.code, effect.answer.text)
-        waiting = self._waiting.get(effect.request_id)
-        if waiting is not None and not waiting.done():
-            waiting.set_result(effect.answer)
-
-    async def _probe(self, effect: Probe) -> None:
-        inventory = await self._ports.nodes.inventory(effect.url)
-        self._post(Probed(node=effect.node, inventory=inventory, now_s=_now_s()))
-
-    async def _prepare(self, effect: Prepare) -> None:
-        answers: dict[str, Inventory | None] = {}
-
-        async def ask(name: str, url: str) -> None:
-            answers[name] = await self._ports.nodes.inventory(url)
-
-        async with asyncio.TaskGroup() as asking:
-            for name, url in effect.nodes:
-                asking.create_task(ask(name, url))
-        try:
-            offers = await self._offers(effect.ready_seqs)
-        except UnavailableError as error:
-            self._post(OpenFailed(text=str(error), again=False, now_s=_now_s()))
-            return
-        uid = secrets.token_hex(16)
-        self._post(Prepared(answers=answers, offers=offers, uid=uid, now_s=_now_s()))
-
-    async def _open(self, intent: OpenAttempt) -> None:
-        job = self.config.job
-        spec_body, facts_body = spec.encode(intent.spec), manifest.encode(intent.facts)
-        spec_sha256, facts_sha256 = manifest.sha256(spec_body), manifest.sha256(facts_body)
-        try:
-            await self._ports.store.create_facts(facts_key(job, spec_sha256), spec_body)
-            await self._ports.store.create_facts(facts_key(job, facts_sha256), facts_body)
-            await self._log.append(lambda state: make_spec(state, spec_sha256=spec_sha256))
-            done = await self._log.append(
-                lambda state: make_attempt(state, intent, spec_sha256=spec_sha256, facts_sha256=facts_sha256)
-            )
-            await self._log_moved()
-        except UnavailableError as error:
-            self._post(OpenFailed(text=str(error), again=False, now_s=_now_s()))
-            return
-        if done.seq is None:
-            self._post(OpenFailed(text="the log has moved on", again=True, now_s=_now_s()))
-        else:
-            self.metrics.attempts_opened.inc()
-
-    async def _commit(self, intent: CommitStep) -> None:
-        try:
-            failure, final = await self._committed(intent), True
-        except UnavailableError as error:
-            failure, final = str(error), False
-        except StoreError as error:
-            failure, final = str(error), True
-        if failure:
-            self.metrics.commits_failed.inc()
-            self._post(
-                CommitFailed(
-                    attempt_uid=intent.attempt_uid, step=intent.step, text=failure, final=final, now_s=_now_s()
-                )
-            )
-
-    async def _committed(self, intent: CommitStep) -> str:
-        """Make a step READY; return what is in the way if it never can be."""
-        indexes = [
-            manifest.decode(
-                await self._ports.store.read(Key(receipt.copy.index_key)),
-                Index,
-                key=receipt.copy.index_key,
-                expected_sha256=receipt.copy.index_sha256,
-            )
-            for receipt in intent.receipts
-        ]
-        made = make_manifest(self._log.state, intent, indexes)
-        if isinstance(made, str):
-            return made
-        body = manifest.encode(made)
-        sha256 = manifest.sha256(body)
-        key = manifest_key(self.config.job, attempt=intent.attempt, step=intent.step, sha256=sha256)
-        await self._ports.store.create_manifest(key, body)
-        done = await self._log.append(lambda state: make_ready(state, intent, manifest_sha256=sha256))
-        await self._log_moved()
-        if done.seq is None:
-            return "the log has moved on"
-        self.metrics.steps_ready.inc()
-        return ""
-
-    async def _read_back(self, task: ReadBackTask) -> None:
-        try:
-            found = await self._ports.store.digest_uncached(Key(task.key))
-        except UnavailableError as error:
-            _LOG.warning("%s can't be read back: %s", task.key, error)
-            found = None
-        except StoreError as error:
-            found = f"unreadable ({error})"
-        result = None
-        if found is not None:
-            result = ReadBack(key=task.key, digest=task.digest, ok=found == task.digest, found=found)
-        self._post(ReadHere(key=task.key, result=result, now_s=_now_s()))
-
-    # --- what records name -----------------------------------------------------------------------------------------
-
-    async def _journal(self) -> Journal:
-        state = self._log.state
-        attempt = state.attempt
-        before = self.core.journal if self.core is not None else None
-        wanted = before.spec if before is not None else None
-        if state.spec_sha256 is not None and wanted is None:
-            wanted = json.loads(await self._facts(state.spec_sha256))
-        if attempt is None:
-            return Journal(state=state, spec=wanted)
-        if before is not None and before.state.attempt == attempt:
-            return Journal(state=state, spec=wanted, facts=before.facts, offer=before.offer)
-        facts = msgspec.json.decode(await self._facts(attempt.facts_sha256), type=AttemptFacts)
-        offer = await self._offer(attempt.ready) if attempt.ready is not None else None
-        return Journal(state=state, spec=wanted, facts=facts, offer=offer)
-
-    async def _facts(self, sha256: str) -> bytes:
-        key = facts_key(self.config.job, sha256)
-        body = await self._ports.store.read(key)
-        found = manifest.sha256(body)
-        if found != sha256:
-            raise CorruptObjectError(f"{key}: SHA-256 is {found}, expected {sha256}")
-        return body
-
-    async def _offers(self, seqs: tuple[int, ...]) -> tuple[Offer, ...]:
-        """Return the READY checkpoints, newest first, down to the first that is whole."""
-        offers: list[Offer] = []
-        for seq in seqs:
-            offers.append(await self._offer(seq))
-            if not offers[-1].damage:
-                break
-        return tuple(offers)
-
-    async def _offer(self, seq: int) -> Offer:
-        ready = self._log.state.readies[seq]
-        damage = ""
-        shards: tuple[Stored, ...] = ()
-        try:
-            files = await self._ports.store.files(self._log.state, seq)
-            shards = tuple(Stored(key=file.key, bytes=file.bytes, digest=file.digest) for file in files)
-        except StoreError as error:
-            damage = str(error)
-        return Offer(
-            seq=seq,
-            attempt=ready.attempt,
-            attempt_uid=ready.attempt_uid,
-            step=ready.step,
-            shards=shards,
-            damage=damage,
-        )
-
-
-async def _ended(loops: set[asyncio.Task[None]]) -> None:
-    """End what would go on for ever.
-
-    Cancelled again until it has ended: in Python 3.11 ``wait_for``, which the MQTT client uses, loses a cancellation
-    that comes at the moment of its result.
-    """
-    while loops:
-        for loop in loops:
-            loop.cancel()
-        _, loops = await asyncio.wait(loops, timeout=_CANCEL_AGAIN_S)
 
 
 async def run(config: Config, wrap: Wrap = unwrapped) -> None:
@@ -489,18 +43,20 @@ async def run(config: Config, wrap: Wrap = unwrapped) -> None:
 
 async def _run(config: Config, wrap: Wrap, stack: AsyncExitStack, stop: asyncio.Event) -> None:
     store = await asyncio.to_thread(lambda: open_store(config.store, write=True))
-    runtime = Runtime(config)
+    coordinator = Coordinator(config)
     broker = config.broker
     if config.embedded_broker is not None:
         child = embedded(config.embedded_broker)
         broker = await asyncio.to_thread(child.__enter__)
         stack.push(child)
-    url = await stack.enter_async_context(served(application(runtime, token=config.token), config.listen))
+    url = await stack.enter_async_context(served(application(coordinator, token=config.token), config.listen))
     client = await stack.enter_async_context(session(token=config.token, timeout_s=config.probe_timeout_s))
     if broker is not None:
-        runtime.mqtt = Mqtt(broker, job=config.job, deliver=runtime.deliver, connected=runtime.connected)
-    ports = Ports(store=ThreadedStore(store), nodes=HttpNodes(client), broker=runtime.mqtt or NoBroker())
-    await runtime.reign(wrapped(ports, wrap), url=url, stop=stop)
+        coordinator.mqtt = Mqtt(broker, job=config.job, deliver=coordinator.deliver, connected=coordinator.connected)
+    ports = Ports(store=ThreadedStore(store), nodes=HttpNodes(client), broker=coordinator.mqtt or NoBroker())
+    await coordinator.reign(
+        wrapped(ports, wrap), url=url, stop=stop, on_serving=lambda: announce_ready(config, url=url, broker=broker)
+    )
 
 
 class NoBroker:
@@ -510,7 +66,7 @@ class NoBroker:
         """Do nothing: whoever asks by HTTP is answered."""
 
 
-def announce_ready(config: Config, *, url: str, broker: object) -> None:
+def announce_ready(config: Config, *, url: str, broker: Address | None) -> None:
     """Say where the coordinator serves: in the log, and in the ready file if one is wanted."""
     where = f"ready url={url}" + (f" broker={broker}" if broker is not None else "")
     _LOG.info(where)
@@ -532,7 +88,3 @@ def _cause(group: BaseExceptionGroup[BaseException]) -> BaseException:
         if isinstance(error, CkptError):
             return error
     return group
-
-
-def _now_s() -> float:
-    return asyncio.get_running_loop().time()

@@ -1,4 +1,4 @@
-"""The runtime's way from receipts to READY, and back from READY to an offer, over a store that can lose and lie."""
+"""The coordinator's way from receipts to READY, and back from READY to an offer, over a store that can lose and lie."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from tests.support.reigns import JOB, SPEC, FakeNode, copy_of
 
 from toprope.coordinator.adapters.objects import ThreadedStore
 from toprope.coordinator.config import Address, Config
+from toprope.coordinator.log import Log
+from toprope.coordinator.performer import Coordinator
 from toprope.coordinator.ports import Ports
-from toprope.coordinator.runtime import Log, Runtime
 from toprope.coordinator.wire import AttemptView, Cadence, Copy, Desired, Inventory, OpenAnswer, OpenRequest, Place
 from toprope.store import manifest
 from toprope.store.digest import digest
@@ -52,19 +53,19 @@ class FakeBroker:
 class Live:
     """A coordinator that reigns in this event loop, over one node with one rank."""
 
-    runtime: Runtime
+    coordinator: Coordinator
     store: FakeStore
     nodes: FakeNodes
     node: FakeNode
 
     async def open(self, launch_id: str = "1a" * 16) -> OpenAnswer:
         world = (Place(rank=0, node=self.node.name, boot_id=self.node.boot_id),)
-        return await self.runtime.open(
+        return await self.coordinator.open(
             OpenRequest(job=JOB, launch_id=launch_id, round=0, world=world, spec=SPEC, versions={})
         )
 
     def say(self) -> None:
-        self.runtime.heard(self.node.say())
+        self.coordinator.heard(self.node.say())
 
     def upload(self, view: AttemptView, step: int, *, change: Callable[[Index], Index] = lambda index: index) -> Copy:
         """Write a shard and its index as a sidecar would, and let the node list it."""
@@ -101,8 +102,8 @@ class Live:
         seen = (0, 0)
         async with asyncio.timeout(PATIENCE_S):
             while True:
-                await self.runtime.desired_after(*seen)
-                desired = self.runtime.desired()
+                await self.coordinator.desired_after(*seen)
+                desired = self.coordinator.desired()
                 assert desired is not None
                 if done(desired):
                     return desired
@@ -116,7 +117,7 @@ class Live:
 
     @property
     def failures(self) -> float:
-        return self.runtime.registry.get_sample_value("toprope_commits_failed_total") or 0.0
+        return self.coordinator.registry.get_sample_value("toprope_commits_failed_total") or 0.0
 
 
 @asynccontextmanager
@@ -135,17 +136,17 @@ async def reigning(store: FakeStore | None = None, node: FakeNode | None = None)
         heartbeat_s=0.05,
         tick_s=0.02,
     )
-    runtime = Runtime(config)
+    coordinator = Coordinator(config)
     nodes, stop = FakeNodes(), asyncio.Event()
     ports = Ports(store=ThreadedStore(store), nodes=nodes, broker=FakeBroker())
     async with asyncio.TaskGroup() as tasks:
-        tasks.create_task(runtime.reign(ports, url="http://c", stop=stop))
+        tasks.create_task(coordinator.reign(ports, url="http://c", stop=stop, on_serving=lambda: None))
         async with asyncio.timeout(PATIENCE_S):
-            while runtime.core is None:  # noqa: ASYNC110 - it begins when it was elected
+            while coordinator.core is None:  # noqa: ASYNC110 - it begins when it was elected
                 await asyncio.sleep(0.01)
-        node = node or FakeNode(name="a", job_uid=runtime.core.journal.state.job_uid)
+        node = node or FakeNode(name="a", job_uid=coordinator.core.journal.state.job_uid)
         nodes.nodes[node.name] = node
-        live = Live(runtime, store, nodes, node)
+        live = Live(coordinator, store, nodes, node)
         live.say()
         yield live
         stop.set()
@@ -253,7 +254,7 @@ async def test_the_next_term_offers_the_newest_ready_that_is_whole() -> None:
         assert (answer.attempt.source, answer.attempt.from_step) == ("ready", 3)
         (shard,) = answer.attempt.restore
         assert [(source.tier, source.key) for source in shard.sources] == [("object", copies[0].key)]
-        state = after.runtime.core.journal.state if after.runtime.core is not None else None
+        state = after.coordinator.core.journal.state if after.coordinator.core is not None else None
         assert state is not None
         assert state.attempt is not None
         assert "SHA-256" in state.attempt.why

@@ -11,7 +11,7 @@ import pytest
 
 from toprope.coordinator.adapters import mqtt
 from toprope.coordinator.config import Address
-from toprope.coordinator.runtime import _ended
+from toprope.coordinator.performer import _ended
 
 
 class DeadBroker:

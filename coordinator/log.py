@@ -1,0 +1,68 @@
+"""The job log as one coordinator has it: what it has read, and one append after another."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import assert_never
+
+from toprope.coordinator.ports import StorePort
+from toprope.store.errors import FencedError
+from toprope.store.fold import JobState
+from toprope.store.log import Appended, Call, Create, Read, Sleep, append_steps, drive
+from toprope.store.records import Elected, Job, Record
+
+
+class Log:
+    """The job log as one writer has it: appends one at a time, and knows no record less than it has read."""
+
+    def __init__(self, store: StorePort, job: str, *, writer_id: str) -> None:
+        self.state = JobState(job=job)
+        self.term = 0
+        self._store = store
+        self._writer_id = writer_id
+        self._one_at_a_time = asyncio.Lock()
+
+    async def elect(self, *, job_uid: str) -> None:
+        """Begin a new term; with an empty log begin the job."""
+
+        def make_job(state: JobState) -> Record | None:
+            return Job(uid=job_uid, name=state.job) if state.n == 0 else None
+
+        await self.append(make_job)
+        done = await self.append(lambda _: Elected())
+        self.term = done.state.term
+
+    async def append(self, make: Callable[[JobState], Record | None]) -> Appended:
+        """Append what ``make`` decides on; raises as ``append_steps``."""
+        async with self._one_at_a_time:
+            steps = append_steps(self.state, make, term=self.term, writer_id=self._writer_id)
+            done = await drive(steps, self._call)
+            self.state = done.state
+            return done
+
+    async def catch_up(self) -> None:
+        """Read what others have appended.
+
+        Raises:
+            FencedError: a later term has been elected.
+        """
+        await self.append(lambda _: None)
+        if self.state.term > self.term:
+            raise FencedError(
+                f"job {self.state.job}: term {self.state.term} of {self.state.writer_id} has been elected; "
+                f"{self._writer_id} of term {self.term} stops"
+            )
+
+    async def _call(self, call: Call) -> bytes | None:
+        match call:
+            case Create():
+                await self._store.create_record(call.key, call.body)
+                return None
+            case Read():
+                return await self._store.read(call.key, uncached=call.uncached)
+            case Sleep():
+                await asyncio.sleep(call.seconds)
+                return None
+            case _:
+                assert_never(call)
