@@ -1,0 +1,158 @@
+"""Bytes that come from elsewhere are believed only once they were hashed where they lie."""
+
+from __future__ import annotations
+
+import os
+import resource
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import pytest
+import xxhash
+from tests.support.fake_store import FakeStore
+from tests.support.scripted_trainer import image
+
+from toprope.coordinator.wire import Inventory, RestoreShard
+from toprope.sidecar.adapters.files import Disk, Pages
+from toprope.sidecar.effects import Stage
+from toprope.sidecar.memory import DroppedError, Memory
+from toprope.sidecar.ports import PeerError
+from toprope.sidecar.staging import Stager, StagingError
+from toprope.sidecar.values import Way
+from toprope.store.names import Key
+from toprope.trainer_hooks.slot import Page, SlotState, read_page, write_page
+
+UID, NEW = "1a" * 16, "2b" * 16
+BODY = image(attempt=1, attempt_uid=UID, step=1, rank=0, world=1, payload=4096, job_uid="0b" * 16)
+DIGEST = xxhash.xxh3_128(BODY).hexdigest()
+HELD = Page(state=SlotState.HASHED, world=1, attempt=1, attempt_uid=UID, step=1, bytes=len(BODY), digest=DIGEST)
+
+
+@dataclass
+class FakePeers:
+    """Other sidecars: what each serves, by the part of its url before the path."""
+
+    served: dict[str, bytes] = field(default_factory=dict)
+
+    async def watch(self, url: str, *, after: int) -> Inventory:
+        raise PeerError(url)
+
+    def receive(self, url: str, into: memoryview) -> None:
+        body = self.served.get(url.partition("/v1/")[0])
+        if body is None:
+            raise PeerError(f"{url}: away")
+        into[:] = body
+
+    async def acknowledge(self, url: str, *, digest: str) -> None:
+        raise PeerError(url)
+
+
+@pytest.fixture
+def memory(memory_dir: Path) -> Memory:
+    return Memory(memory_dir / "job", Pages(), limit_bytes=None)
+
+
+def wrong(body: bytes) -> bytes:
+    """The bytes with one bit flipped, well behind the header."""
+    return body[:2000] + bytes([body[2000] ^ 1]) + body[2001:]
+
+
+# Staging
+
+
+def staging(memory: Memory, peers: FakePeers, objects: FakeStore, *ways: Way) -> Callable[[], tuple[str, bytes]]:
+    """Return a function that stages, and gives the tier that the shard came from and its bytes."""
+    shard = RestoreShard(rank=0, bytes=len(BODY), digest=DIGEST, sources=())
+    request = Stage(attempt_uid=NEW, source_attempt_uid=UID, step=1, shard=shard, ways=ways)
+    stager = Stager(memory=memory, peers=peers, objects=objects, doubt=lambda *_: None)
+
+    def stage() -> tuple[str, bytes]:
+        staged = stager.stage(request)
+        return staged.tier, Path(staged.path).read_bytes()[: staged.bytes]
+
+    return stage
+
+
+PEER = Way(kind="node", tier="peer", node="b", url="http://b")
+OBJECT = Way(kind="object", tier="object", key="k")
+
+
+def test_wrong_bytes_of_a_peer_are_not_staged_and_the_next_way_is_tried(memory: Memory) -> None:
+    peers, objects = FakePeers({"http://b": wrong(BODY)}), FakeStore()
+    objects.create(Key("k"), BODY)
+    assert staging(memory, peers, objects, PEER, OBJECT)() == ("object", BODY)
+    peers.served["http://b"] = BODY
+    assert staging(memory, peers, objects, PEER, OBJECT)() == ("peer", BODY)
+
+
+def test_wrong_bytes_of_the_object_store_are_not_staged(memory: Memory) -> None:
+    objects = FakeStore()
+    objects.create(Key("k"), wrong(BODY))
+    with pytest.raises(StagingError, match=r"peer of b: .*away; object k: its digest is .*; expected "):
+        staging(memory, FakePeers(), objects, PEER, OBJECT)()
+
+
+def test_staged_files_of_other_attempts_go_and_those_of_the_current_stay(memory: Memory) -> None:
+    for uid in (UID, NEW):
+        memory.staged(uid, 0).write_bytes(b"x")
+    memory.drop_staged(keep=NEW)
+    assert [path.name for path in (memory.root / "stage").iterdir()] == [memory.staged(NEW, 0).name]
+    memory.drop_staged(keep="")
+    assert list((memory.root / "stage").iterdir()) == []
+
+
+# Spares
+
+
+def test_a_spare_is_believed_only_with_a_page_that_says_it_is_whole_and_its_own(memory: Memory) -> None:
+    paths = memory.spare(0, 0)
+    memory.fit(paths.data, len(BODY))[:] = BODY
+    write_page(paths.page, HELD)
+    assert memory.check_spare(0, 0).digest == DIGEST
+    for page in (replace(HELD, state=SlotState.EMPTY), replace(HELD, state=SlotState.SEALED), replace(HELD, rank=1)):
+        write_page(paths.page, page)
+        with pytest.raises(DroppedError, match="no whole copy"):
+            memory.check_spare(0, 0)
+
+
+# Files
+
+
+def test_no_page_of_a_new_slot_is_still_to_be_found_by_the_kernel(memory: Memory) -> None:
+    memory.make_slots(0, (0,), 16 << 20)
+    view = memory.view(memory.slot(0, 0).data)
+    before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+    for start in range(0, len(view), 4096):
+        view[start] = 1
+    assert resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before < 100
+
+
+def test_a_local_file_is_synced_when_it_was_written_and_before_it_is_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[tuple[str, int]] = []
+    fsync = os.fsync
+
+    def note(descriptor: int) -> None:
+        synced.append((str(Path(f"/proc/self/fd/{descriptor}").readlink()), os.fstat(descriptor).st_size))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", note)
+    Disk().write(tmp_path / "file", memoryview(BODY))
+    assert synced == [(str(tmp_path / "file"), len(BODY))]
+    Disk().sync_directory(tmp_path)
+    assert synced[1][0] == str(tmp_path)
+    assert (tmp_path / "file").read_bytes() == BODY
+
+
+def test_a_page_that_was_cut_off_while_it_was_written_is_the_one_before(tmp_path: Path) -> None:
+    path = tmp_path / "page"
+    for seq in (1, 2, 3):
+        write_page(path, replace(HELD, seq=seq))
+        assert read_page(path).seq == seq
+    raw = bytearray(path.read_bytes())
+    newest = max(range(0, len(raw), len(raw) // 2), key=lambda start: b'"seq":3' in raw[start : start + len(raw) // 2])
+    for at in range(newest, newest + 150):
+        path.write_bytes(raw[:at] + bytes([raw[at] ^ 1]) + raw[at + 1 :])
+        assert read_page(path).seq == 2, at
