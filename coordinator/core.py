@@ -262,7 +262,8 @@ class Core:
         effects: list[Effect] = []
         for name, inventory in sorted(event.answers.items()):
             effects += self._answered(name, inventory, event.now_s)
-        answered = tuple(node for node in self.roll.all() if event.answers.get(node.name) is not None)
+        lives = {answer.incarnation for answer in event.answers.values() if answer is not None}
+        answered = tuple(node for node in self.roll.all() if node.inventory.incarnation in lives)
         decided: OpenAttempt | OpenAnswer | None = opening.hindrance(
             asked.request, self.journal, self.roll.nodes, answered
         )

@@ -103,7 +103,8 @@ class Roll:
         """Take in what came of asking a node at its url; say whether anything about it has changed.
 
         A node that gave no answer ``silent_probes_max`` times, or once after its last will, is not alive. When a
-        newcomer waits for its name, the answer decides between the two.
+        newcomer waits for its name, the answer decides between the two. When another life of the node answers where
+        the known one did, it has taken its place, and nothing that the known one held is counted on any more.
         """
         known = self.nodes.get(name)
         if known is None:
@@ -116,10 +117,17 @@ class Roll:
         if name in self.newcomers:
             self._take(self.newcomers[name], now_s)
             return True
+        if inventory is not None and self._follows(known.inventory, inventory):
+            self._take(inventory, now_s)
+            return True
         silent = known.silent_probes + 1
         gone = known.hinted_dead or silent >= silent_probes_max
         self.nodes[name] = replace(known, silent_probes=silent, alive=known.alive and not gone)
         return known.alive and gone
+
+    def _follows(self, before: Inventory, inventory: Inventory) -> bool:
+        ours = inventory.job_uid in ("", self.job_uid)
+        return ours and inventory.node == before.node and inventory.incarnation not in self.over
 
     def _refuse_newcomer(self, name: str) -> bool:
         newcomer = self.newcomers.pop(name, None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import msgspec
-from tests.support.reigns import LAUNCH, SPEC, Reign, copy_of, training, two_nodes
+from tests.support.reigns import LAUNCH, SPEC, FakeNode, Reign, copy_of, training, two_nodes
 
 from toprope.coordinator.effects import Append
 from toprope.coordinator.events import OpenFailed
@@ -101,6 +101,36 @@ def test_a_launch_waits_for_a_node_that_is_still_reading_what_it_holds() -> None
     view = opened(reign.ask("a", "b", launch_id=OTHER)).attempt
     assert view is not None
     assert view.from_step == 2
+
+
+def test_what_an_earlier_life_of_a_node_held_is_not_counted_on_when_another_life_answers() -> None:
+    reign = training()
+    reign.hold(2, tiers=("memory", "peer"))
+    reign.hold(4)
+    reign.node("c")
+    uid, fresh = reign.state.job_uid, "5f" * 16
+    reign.nodes["b"] = FakeNode(name="b", job_uid=uid, boot_id=fresh, incarnation=fresh)
+    reign.nodes["a"].ranks = {}
+    reign.hear("a")
+    view = opened(reign.ask("a", "c", launch_id=OTHER)).attempt
+    assert view is not None
+    assert view.from_step == 2, "step 4 went with the memory of the old b"
+    assert reign.core.roll.nodes["b"].inventory.boot_id == fresh
+
+
+def test_another_node_at_the_address_of_one_is_not_taken_for_it() -> None:
+    reign = training()
+    reign.hold(2, tiers=("memory", "peer"))
+    reign.hold(4)
+    reign.node("c")
+    known = reign.nodes["b"].boot_id
+    reign.nodes["b"] = FakeNode(name="d", job_uid=reign.state.job_uid)
+    reign.nodes["a"].ranks = {}
+    reign.hear("a")
+    view = opened(reign.ask("a", "c", launch_id=OTHER)).attempt
+    assert view is not None
+    assert view.from_step == 2, "what b was heard to hold was not asked for just now"
+    assert reign.core.roll.nodes["b"].inventory.boot_id == known
 
 
 def test_a_launch_that_was_superseded_is_told_so_and_fences_nobody() -> None:
