@@ -1,0 +1,93 @@
+"""What is saved is the state as it is now, and what is called safe is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from tests.support.fake_sidecar import FakeSidecar, Peer
+from tests.support.tiny_trainer import Tiny, open_image, tiny
+
+from toprope.trainer_hooks import Checkpointer, wire
+from toprope.trainer_hooks.checkpointer import WaitFor
+
+
+@pytest.fixture
+def sidecar(memory_dir: Path) -> Iterator[FakeSidecar]:
+    with FakeSidecar(memory_dir / "s") as fake:
+        yield fake
+
+
+class NeverHashes(FakeSidecar):
+    """Lends slots and looks at none of them."""
+
+    def _take(self, peer: Peer, frame: wire.Sealed) -> None:
+        pass
+
+
+def begun(sidecar: FakeSidecar, trainer: Tiny, **more: object) -> Checkpointer:
+    """Return a hook whose trainer has done step 1, with slots to write into."""
+    checkpointer = Checkpointer(job="j", socket=sidecar.socket_path, **{**trainer.named(), **more})
+    sidecar.lend = False
+    assert checkpointer.restore() == 0
+    trainer.step()
+    checkpointer.end_step(1)
+    sidecar.lend_slots()
+    session = checkpointer._session
+    assert session is not None
+    with session._news:
+        assert session._news.wait_for(lambda: len(session.slots._free) == sidecar.slot_count, 20)
+    return checkpointer
+
+
+@pytest.mark.parametrize(
+    "later", [torch.arange(5.0), torch.arange(2.0), torch.arange(3), torch.arange(3.0).reshape(3, 1)]
+)
+def test_a_tensor_that_has_another_form_than_before_is_saved_as_it_is_now(
+    sidecar: FakeSidecar, tmp_path: Path, later: torch.Tensor
+) -> None:
+    trainer, extra = tiny(), {"hist": torch.zeros(3)}
+    checkpointer = begun(sidecar, trainer, extra=extra)
+    checkpointer.end_step(2)
+    extra["hist"] = later
+    checkpointer.end_step(3)
+    for step, expected in ((2, torch.zeros(3)), (3, later)):
+        (tmp_path / f"{step}").write_bytes(sidecar.wait_image(step))
+        saved = open_image(tmp_path / f"{step}").tensor("extra.hist")
+        assert (saved.dtype, saved.tolist()) == (expected.dtype, expected.tolist())
+    checkpointer.close("nothing")
+
+
+@pytest.mark.parametrize("wait_for", ["memory", "protected", "ready"])
+def test_close_does_not_call_safe_what_no_sidecar_has_hashed(memory_dir: Path, wait_for: WaitFor) -> None:
+    with NeverHashes(memory_dir / "s") as sidecar:
+        checkpointer = begun(sidecar, tiny())
+        checkpointer.end_step(2)
+        assert not checkpointer.close(wait_for, timeout_s=0.1)
+
+
+@pytest.mark.parametrize("wait_for", ["protected", "ready"])
+def test_close_waits_for_the_tier_that_it_was_asked_for(sidecar: FakeSidecar, wait_for: WaitFor) -> None:
+    checkpointer = begun(sidecar, tiny())
+    checkpointer.end_step(2)
+    hear(sidecar, checkpointer, protected=2 if wait_for == "ready" else 1, ready=1)
+    assert not checkpointer._is_safe(wait_for)
+    hear(sidecar, checkpointer, protected=2, ready=2 if wait_for == "ready" else 1)
+    assert checkpointer.close(wait_for)
+
+
+def hear(sidecar: FakeSidecar, checkpointer: Checkpointer, *, protected: int, ready: int) -> None:
+    """Let the hook be told what is safe."""
+    attempt = sidecar.rounds[0].attempt
+    sidecar.say_desired(attempt=1, uid=attempt.uid, schedule=attempt.schedule, protected=protected, ready=ready)
+    session = checkpointer._session
+    assert session is not None
+
+    def heard() -> bool:
+        desired = session.desired
+        return desired is not None and (desired.protected_step, desired.ready_step) == (protected, ready)
+
+    with session._news:
+        assert session._news.wait_for(heard, 20)
