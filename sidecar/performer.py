@@ -78,6 +78,7 @@ class Sidecar:
         self._broker_version = 0
         self._skips: frozenset[Skip] = frozenset()
         self._scan: asyncio.Task[None] | None = None
+        self._ending = False
 
     # Events in, effects out
 
@@ -85,7 +86,8 @@ class Sidecar:
         """Tell the core, and begin what it wants done."""
         assert self.parts is not None
         for effect in self.parts.core.handle(event):
-            self._begin(effect)
+            if not self._ending:
+                self._begin(effect)
 
     def _begin(self, effect: Effect) -> None:
         """Do at once what takes no time; start a task for the rest."""
@@ -508,11 +510,12 @@ class Sidecar:
         return desired.job_uid if desired is not None else ""
 
     async def end(self, running: list[asyncio.Task[None]]) -> None:
-        """End what would go on for ever; what is being stored is finished.
+        """End what would go on for ever; what is being stored is finished, and nothing more is begun.
 
         Cancelled again until it has ended: in Python 3.11 ``wait_for``, which the MQTT client uses, loses a
         cancellation that comes at the moment of its result.
         """
+        self._ending = True
         pending = {*running, *(task for _, task in self._followers.values())}
         while pending:
             for task in pending:
