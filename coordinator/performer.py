@@ -180,7 +180,12 @@ class Coordinator:
     def _post(self, event: Event) -> None:
         if self.core is None:
             return
-        for effect in self.core.handle(event):
+        try:
+            effects = self.core.handle(event)
+        except Exception as error:
+            self._tasks.create_task(_raised(error))
+            raise
+        for effect in effects:
             self._perform(effect)
 
     async def _tick(self) -> None:
@@ -410,3 +415,8 @@ async def _ended(loops: set[asyncio.Task[None]]) -> None:
 
 def _now_s() -> float:
     return asyncio.get_running_loop().time()
+
+
+async def _raised(error: Exception) -> None:
+    """Fail in a task of the group: a request's own task would only log it, and go on with what is left."""
+    raise error

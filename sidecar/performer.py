@@ -83,9 +83,14 @@ class Sidecar:
     # Events in, effects out
 
     def post(self, event: Event) -> None:
-        """Tell the core, and begin what it wants done."""
+        """Tell the core, and begin what it wants done. A core that fails ends the process, whoever told it."""
         assert self.parts is not None
-        for effect in self.parts.core.handle(event):
+        try:
+            effects = self.parts.core.handle(event)
+        except Exception as error:
+            self._start(_raised(error))
+            raise
+        for effect in effects:
             if not self._ending:
                 self._begin(effect)
 
@@ -526,3 +531,8 @@ class Sidecar:
         """End the threads; what they are at ends first."""
         self._hashers.shutdown(wait=False, cancel_futures=True)
         self._bulk.shutdown(wait=False, cancel_futures=True)
+
+
+async def _raised(error: Exception) -> None:
+    """Fail in a task of the group: a connection's own task would only log it, and go on with what is left."""
+    raise error

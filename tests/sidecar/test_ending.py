@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
+from types import SimpleNamespace
+from typing import Any, NoReturn
 
+import pytest
+from tests.sidecar.test_config import config
 from tests.support.coordinator_stub import CoordinatorStub
 from tests.support.sidecar_node import MakeNode
 
 from toprope.coordinator.wire import ReadBackTask
+from toprope.sidecar import events as on
+from toprope.sidecar.performer import Sidecar
 
 
 def test_a_read_back_that_an_absent_store_does_not_answer_does_not_keep_it_from_ending(
@@ -21,3 +28,26 @@ def test_a_read_back_that_an_absent_store_does_not_answer_does_not_keep_it_from_
     while "read-back-failed" not in node.log.read_text():
         node.pause()
     assert node.stop() == 0
+
+
+class BrokenCore:
+    """A core with a bug."""
+
+    def handle(self, _event: object) -> NoReturn:
+        """Fail."""
+        raise KeyError("bug")
+
+
+def test_a_core_that_fails_ends_the_process_whoever_told_it() -> None:
+    async def serve() -> None:
+        async with asyncio.timeout(5.0), asyncio.TaskGroup() as tasks:
+            sidecar = Sidecar(config(), tasks)
+            parts: Any = SimpleNamespace(core=BrokenCore())
+            sidecar.parts = parts
+            with pytest.raises(KeyError):
+                sidecar.post(on.Tick(now_s=0.0))  # as the task of a connection would, which is not ours
+            await sidecar.stop.wait()
+
+    with pytest.raises(ExceptionGroup) as raised:
+        asyncio.run(serve())
+    assert raised.group_contains(KeyError)
