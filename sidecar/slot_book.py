@@ -194,14 +194,16 @@ class SlotBook:
             record.world = event.shard.world
 
     def on_dropped(self, event: SlotDropped) -> list[Effect]:
-        """Drop a slot whose content is not what it should be, once nothing reads it."""
+        """Drop a slot whose content is not what it should be. It is lent again once nothing reads it any more."""
         record = self._current(event.rank, event.slot, event.seq)
         if record is None:
             return []
         if record.shard is not None:
             self.skip(_skip_of(record.shard, event.reason))
-        record.shard = None
-        return [self._release(record)]
+        reading = {use: end for use, end in record.uses.items() if not use.startswith("peer:")}
+        released = self._release(record)
+        record.uses.update(reading)
+        return [released]
 
     def _current(self, rank: int, slot: int, seq: int) -> SlotRecord | None:
         record = self.slots.get((rank, slot))
@@ -332,11 +334,10 @@ def _victim(records: Iterable[SlotRecord], *, needs: Needs, launch_id: str, now_
 
 
 def _is_free_for(record: SlotRecord, to: Grantee) -> bool:
-    """Say whether a slot may be lent: nobody else can write into it, and a superseded process has not begun to."""
+    """Say whether a slot may be lent: nobody reads it or can write into it, a superseded process has not begun to."""
     theirs = record.launch_id != to.launch_id
-    return not (theirs and record.lock_held) and (
-        record.phase is Phase.FREE or (theirs and record.phase is Phase.GRANTED)
-    )
+    unused = record.phase is Phase.FREE or (theirs and record.phase is Phase.GRANTED)
+    return unused and not record.uses and not (theirs and record.lock_held)
 
 
 def _skip_of(shard: Shard, reason: str) -> Skip:

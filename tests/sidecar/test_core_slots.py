@@ -127,6 +127,18 @@ def test_a_slot_whose_page_changed_while_it_was_hashed_is_lent_again() -> None:
     assert driver.copies("memory") == []
 
 
+def test_a_damaged_slot_is_not_lent_again_while_it_is_read() -> None:
+    driver = Driver()
+    driver.train()
+    driver.snapshot(0, 1)
+    driver.on(on.ServeBegan(serve=1, attempt_uid=UID, step=1, rank=0))
+    driver.on(on.CopyDoubted(attempt_uid=UID, step=1, rank=0, tier="memory"))
+    driver.on(on.SlotDropped(rank=0, slot=0, seq=1, reason="a bit flipped"))
+    assert (driver.granted(), driver.copies("memory")) == ([], [])
+    driver.on(on.ServeEnded(serve=1))
+    assert driver.granted() == [0]
+
+
 def test_a_digest_of_an_earlier_grant_is_not_believed() -> None:
     driver = Driver()
     driver.train()
