@@ -13,15 +13,16 @@ import xxhash
 from tests.support.fake_store import FakeStore
 from tests.support.scripted_trainer import image
 
-from toprope.coordinator.wire import Inventory, RestoreShard
+from toprope.coordinator.wire import Inventory, ReadBackTask, RestoreShard
 from toprope.sidecar.adapters.files import Disk, Pages
 from toprope.sidecar.effects import Stage
 from toprope.sidecar.memory import DroppedError, Memory
+from toprope.sidecar.object_tier import read_back
 from toprope.sidecar.ports import PeerError
 from toprope.sidecar.staging import Stager, StagingError
 from toprope.sidecar.values import Way
 from toprope.store.names import Key
-from toprope.trainer_hooks.slot import Page, SlotState, read_page, write_page
+from toprope.trainer_hooks.slot import Page, SlotState, write_page
 
 UID, NEW = "1a" * 16, "2b" * 16
 BODY = image(attempt=1, attempt_uid=UID, step=1, rank=0, world=1, payload=4096, job_uid="0b" * 16)
@@ -102,6 +103,26 @@ def test_staged_files_of_other_attempts_go_and_those_of_the_current_stay(memory:
     assert list((memory.root / "stage").iterdir()) == []
 
 
+class CountingStore(FakeStore):
+    """Remembers which reads were to go past the cache."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.uncached: list[bool] = []
+
+    def read(self, key: Key, *, start: int = 0, length: int | None = None, uncached: bool = False) -> bytes:
+        self.uncached.append(uncached)
+        return super().read(key, start=start, length=length, uncached=uncached)
+
+
+def test_an_object_is_read_back_from_the_medium(memory: Memory) -> None:
+    objects = CountingStore()
+    objects.create(Key("k"), BODY)
+    task = ReadBackTask(node="a", key="k", bytes=len(BODY), digest=DIGEST)
+    assert read_back(objects, task).ok
+    assert objects.uncached[-1]
+
+
 # Spares
 
 
@@ -144,15 +165,3 @@ def test_a_local_file_is_synced_when_it_was_written_and_before_it_is_closed(
     Disk().sync_directory(tmp_path)
     assert synced[1][0] == str(tmp_path)
     assert (tmp_path / "file").read_bytes() == BODY
-
-
-def test_a_page_that_was_cut_off_while_it_was_written_is_the_one_before(tmp_path: Path) -> None:
-    path = tmp_path / "page"
-    for seq in (1, 2, 3):
-        write_page(path, replace(HELD, seq=seq))
-        assert read_page(path).seq == seq
-    raw = bytearray(path.read_bytes())
-    newest = max(range(0, len(raw), len(raw) // 2), key=lambda start: b'"seq":3' in raw[start : start + len(raw) // 2])
-    for at in range(newest, newest + 150):
-        path.write_bytes(raw[:at] + bytes([raw[at] ^ 1]) + raw[at + 1 :])
-        assert read_page(path).seq == 2, at

@@ -10,7 +10,7 @@ import torch
 from tests.support.fake_sidecar import FakeSidecar, Peer
 from tests.support.tiny_trainer import Tiny, open_image, tiny
 
-from toprope.trainer_hooks import Checkpointer, wire
+from toprope.trainer_hooks import Checkpointer, SidecarUnavailableError, wire
 from toprope.trainer_hooks.checkpointer import WaitFor
 
 
@@ -57,6 +57,19 @@ def test_a_tensor_that_has_another_form_than_before_is_saved_as_it_is_now(
         (tmp_path / f"{step}").write_bytes(sidecar.wait_image(step))
         saved = open_image(tmp_path / f"{step}").tensor("extra.hist")
         assert (saved.dtype, saved.tolist()) == (expected.dtype, expected.tolist())
+    checkpointer.close("nothing")
+
+
+def test_the_welcome_of_a_sidecar_that_has_gone_counts_no_longer(sidecar: FakeSidecar) -> None:
+    checkpointer = Checkpointer(job="j", socket=sidecar.socket_path, sidecar_timeout_s=0.3, **tiny().named())
+    assert checkpointer.restore() == 0
+    session = checkpointer._session
+    assert session is not None
+    sidecar.kill()
+    with session._news:
+        assert session._news.wait_for(lambda: not session.connected, 20)
+    with pytest.raises(SidecarUnavailableError, match="no sidecar answered"):
+        checkpointer.restore()
     checkpointer.close("nothing")
 
 

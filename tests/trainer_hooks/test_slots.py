@@ -16,7 +16,7 @@ from tests.support.tiny_trainer import METADATA
 
 from toprope.trainer_hooks import wire
 from toprope.trainer_hooks.image import Target, plan_image, write_image
-from toprope.trainer_hooks.slot import Page, SlotState, lock_holder, read_page, write_page
+from toprope.trainer_hooks.slot import CELL_BYTES, Page, SlotState, lock_holder, read_page, write_page
 from toprope.trainer_hooks.slots import LentSlots, SlotLockedError, hold_lock
 
 
@@ -59,6 +59,15 @@ def test_the_lock_outlives_opening_and_closing_the_data_and_a_forked_child(tmp_p
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
     assert _holder(Path(slot.lock_path)) == str(os.getpid())
+
+
+def test_a_lock_file_is_opened_once_however_often_its_slot_is_lent(tmp_path: Path) -> None:
+    slots = LentSlots()
+    slots.lend(_slot(tmp_path))
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    for seq in range(2, 12):
+        slots.lend(_slot(tmp_path, seq=seq))
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
 
 
 def test_a_lock_that_another_process_holds_is_an_error_and_stays_theirs(tmp_path: Path) -> None:
@@ -115,6 +124,8 @@ def test_what_is_sealed_is_said_again_until_its_slot_is_lent_again(tmp_path: Pat
     slots.note_sealed(sealed)
     slots.forget()
     assert slots.unconfirmed() == (sealed,)
+    slots.lend(_slot(tmp_path, seq=1))  # a late double of the grant that it was sealed under
+    assert slots.unconfirmed() == (sealed,)
     slots.lend(_slot(tmp_path, seq=2))
     assert slots.unconfirmed() == ()
 
@@ -128,6 +139,22 @@ def test_a_grown_slot_file_is_mapped_anew(tmp_path: Path) -> None:
     grant = slots.take()
     assert grant is not None
     assert grant.target.bytes == 8192
+
+
+def test_a_page_whose_newest_cell_was_cut_off_or_changed_is_the_one_before(tmp_path: Path) -> None:
+    path = tmp_path / "page"
+    for seq in (1, 2, 3):
+        write_page(path, Page(state=SlotState.SEALED, seq=seq))
+        assert read_page(path).seq == seq
+    raw = path.read_bytes()
+    newest = raw.index(b'"seq":3') // CELL_BYTES * CELL_BYTES
+    written = raw[newest : newest + CELL_BYTES].rstrip(b"\0")
+    for length in range(len(written)):
+        path.write_bytes(raw[:newest] + written[:length].ljust(CELL_BYTES, b"\0") + raw[newest + CELL_BYTES :])
+        assert read_page(path).seq == 2, length
+    for at in range(newest, newest + len(written)):
+        path.write_bytes(raw[:at] + bytes([raw[at] ^ 1]) + raw[at + 1 :])
+        assert read_page(path).seq == 2, at
 
 
 def _killed_in_mid_copy(slot: wire.Slot) -> None:
