@@ -18,11 +18,13 @@ from toprope.store.records import Attempt
 class Commits:
     """What is known of the shard objects of one attempt. ``found`` are the digests that read-backs gave, by key.
 
+    Of steps up to ``last_step``, which can't become READY any more, nothing is remembered.
     ``dead``: steps that can't become READY, each with the reason. ``under_way`` is the step being read back or
     committed (0: none), ``committing`` the one that has been handed over to be committed.
     """
 
     attempt: Attempt | None
+    last_step: int
     retry_s: float
     read_back_deadline_s: float
     receipts: dict[tuple[int, int], dict[str, Receipt]] = field(default_factory=dict)
@@ -40,7 +42,8 @@ class Commits:
         if attempt is None:
             return
         for copy in inventory.copies:
-            if copy.attempt_uid == attempt.uid and copy.tier == "object" and copy.world == attempt.world_size:
+            ours = copy.attempt_uid == attempt.uid and copy.step > self.last_step
+            if ours and copy.tier == "object" and copy.world == attempt.world_size:
                 by_key = self.receipts.setdefault((copy.step, copy.rank), {})
                 by_key.setdefault(copy.key, Receipt(node=inventory.node, copy=copy))
         written = {key: one for by_key in self.receipts.values() for key, one in by_key.items()}
@@ -70,7 +73,11 @@ class Commits:
 
     def moved(self, last_step: int) -> None:
         """Note that the log has moved on: no step up to ``last_step`` can become READY any more."""
+        self.last_step = last_step
         self.receipts = {at: one for at, one in self.receipts.items() if at[0] > last_step}
+        written = {key for by_key in self.receipts.values() for key in by_key}
+        self.found = {key: found for key, found in self.found.items() if key in written}
+        self.dead = {step: why for step, why in self.dead.items() if step > last_step}
         if last_step >= self.committing:
             self.committing = 0
 

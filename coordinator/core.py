@@ -224,6 +224,7 @@ class Core:
     def _new_commits(self) -> Commits:
         return Commits(
             attempt=self.journal.state.attempt,
+            last_step=self.journal.state.last_step,
             retry_s=self.settings.commit_retry_s,
             read_back_deadline_s=self.settings.read_back_deadline_s,
         )

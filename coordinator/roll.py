@@ -13,6 +13,9 @@ from typing import Literal
 
 from toprope.coordinator.wire import Copy, Inventory, Presence
 
+REFUSED_TOLD = 16
+"""So many refused lives are told of: one that is started again and again is told of under its newest name."""
+
 Heard = Literal["news", "known", "contested", "stale", "foreign"]
 """What a document was: news; what we knew; of a second life; of a life that is over; of another job."""
 
@@ -138,6 +141,8 @@ class Roll:
             f"node {name} is already served by a living sidecar at {holder.url} (boot id {holder.boot_id}); "
             "give this one another --node"
         )
+        for oldest in list(self.refused)[:-REFUSED_TOLD]:
+            del self.refused[oldest]
         return True
 
     def alive(self) -> tuple[Node, ...]:

@@ -12,6 +12,7 @@ from tests.support.reigns import FakeNode, Reign, copy_of, training, two_nodes
 
 from toprope.coordinator.effects import Commit, Probe
 from toprope.coordinator.events import CommitFailed, Connected, Heard, Hinted, LogMoved, SeenDesired
+from toprope.coordinator.roll import REFUSED_TOLD
 from toprope.coordinator.wire import Desired, Inventory, Kept, Presence, ReadBack, ReadBackTask, Skip
 from toprope.store.records import Taint
 
@@ -281,6 +282,26 @@ def test_a_second_living_sidecar_of_the_same_name_is_refused_and_the_first_stays
     assert list(reign.desired.refused) == [second.incarnation]
     assert "already served" in reign.desired.refused[second.incarnation]
     assert reign.core.roll.nodes["b"].inventory.boot_id == reign.nodes["b"].boot_id
+
+
+def test_only_the_newest_refused_lives_are_told_of() -> None:
+    reign = training()
+    lives = [f"{number:032x}" for number in range(40)]
+    for life in lives:
+        second = FakeNode(name="b", job_uid=reign.state.job_uid, boot_id="bb" * 16, incarnation=life)
+        reign.do(Heard(inventory=second.say(), live=True, now_s=reign.now_s))
+    assert list(reign.desired.refused) == lives[-REFUSED_TOLD:]
+
+
+def test_nothing_is_remembered_of_steps_that_can_not_become_ready_any_more() -> None:
+    reign = training()
+    for step in (8, 16, 24):
+        reign.hold(step, tiers=("memory", "object"))
+        reign.read_back()
+        reign.hear()
+    assert reign.ready_steps == [8, 16, 24]
+    commits = reign.core.commits
+    assert (commits.receipts, commits.found, commits.dead) == ({}, {}, {})
 
 
 def test_a_replacement_of_a_node_that_is_gone_is_taken_and_the_dead_lifes_copies_are_dropped() -> None:
