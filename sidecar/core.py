@@ -399,15 +399,21 @@ class Core:
         return effects
 
     def _offer(self, desired: Desired) -> None:
-        """Hold each newly hashed slot for those who are to copy it, until they have or their time is up."""
+        """Hold each newly hashed slot for those who are to copy it, until they have or their time is up.
+
+        A holder takes the newest of a rank only, so none older is held for it: after a restart all are newly hashed.
+        """
         holders = [place.holder for place in desired.placement if place.owner == self.me.node]
         dropped = self._dropped()
+        newest: dict[int, Shard] = {}
+        for record, shard in self.slots.hashed():
+            newest[record.rank] = max(shard, newest.get(record.rank, shard))
         for record, shard in self.slots.hashed():
             if shard.of_step in dropped:
                 record.uses = {use: end for use, end in record.uses.items() if not use.startswith("peer:")}
                 continue
             mark = (record.rank, record.number, record.seq)
-            if holders and mark not in self.offered:
+            if holders and mark not in self.offered and shard == newest[record.rank]:
                 self.offered = {other for other in self.offered if other[:2] != mark[:2]} | {mark}
                 record.uses.update({f"peer:{holder}": self.now_s + self.me.use_deadline_s for holder in holders})
 
