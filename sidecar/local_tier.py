@@ -1,7 +1,7 @@
 """The local tier: shards as files on this node's disk, each listed only with a receipt that matches it.
 
 Data first: ``tmp.<nonce>``, synced, renamed, directory synced; then the receipt the same way. A crash leaves temporary
-files, which the next start removes, or data without a receipt, which is not listed. All calls block.
+files, or data without a receipt, which is not listed: the next start removes both. All calls block.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from toprope.sidecar.ports import DiskPort, SyncError
 from toprope.sidecar.values import Shard
 from toprope.store.digest import digest, digest_of_file
 
-_RECEIPT = re.compile(r"a\d+-s\d+-rank-\d+-of-\d+-[0-9a-f]+\.safetensors\.receipt")
+_DATA = re.compile(r"a\d+-s\d+-rank-\d+-of-\d+-[0-9a-f]+\.safetensors")
+_RECEIPT = re.compile(_DATA.pattern + r"\.receipt")
 _MAX_RECEIPT_BYTES = 64 * 1024
 
 
@@ -86,10 +87,15 @@ class LocalTier:
         self._disk.remove(path.with_name(f"{path.name}.receipt"))
         self._disk.remove(path)
 
+    def sweep(self) -> None:
+        """Remove what crashes have left. Not while anything is stored: it would be taken for a leftover."""
+        names = {path.name for path in self._directory.iterdir()}
+        for name in sorted(names):
+            if name.startswith("tmp.") or (_DATA.fullmatch(name) and f"{name}.receipt" not in names):
+                self._disk.remove(self._directory / name)
+
     def scan(self) -> Iterator[tuple[Shard, Path] | str]:
-        """Remove what crashes have left; yield each copy whose receipt and digest match, and a line for each other."""
-        for path in sorted(self._directory.glob("tmp.*")):
-            self._disk.remove(path)
+        """Yield each copy whose receipt and digest match, and a line for each other."""
         for receipt in sorted(self._directory.iterdir()):
             if _RECEIPT.fullmatch(receipt.name) is None:
                 continue

@@ -477,6 +477,7 @@ class Sidecar:
         """Take in what an earlier life has left: slots and peer copies at once, the local tier as it is read."""
         memory = self._parts.memory
         await self._in_bulk(functools.partial(memory.drop_staged, keep=""))
+        await self._in_bulk(self._parts.local.sweep)
         for rank in memory.slot_ranks():
             await self._look(rank)
         for rank, number in memory.spares():
