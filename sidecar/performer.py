@@ -88,7 +88,7 @@ class Sidecar:
         try:
             effects = self.parts.core.handle(event)
         except Exception as error:
-            self._start(_raised(error))
+            self._tasks.create_task(_raised(error))
             raise
         for effect in effects:
             if not self._ending:
