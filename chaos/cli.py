@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import signal
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -59,10 +62,20 @@ def demo(
     raise typer.Exit(0 if good else 1)
 
 
+@contextmanager
+def _ending_well() -> Iterator[None]:
+    """Let SIGTERM end the demo as Ctrl-C does: with all that it started."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def _run(plan: the_demo.Plan, directory: Path, json: Path | None) -> bool:
     console = Console(stderr=True)
     try:
-        with Progress(console) as progress:
+        with _ending_well(), Progress(console) as progress:
             report = the_demo.run(plan, directory, progress)
     except LiveError as error:
         raise DemoError(f"the demo stopped: {error}") from error

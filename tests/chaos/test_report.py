@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 
 import msgspec
+import pytest
 from rich.console import Console
 
 from toprope.chaos.journal import Event, Final
@@ -18,7 +19,7 @@ def _event(event: str, at_s: float, *, rank: int = 0, pid: int = 1, step: int = 
     return Event(event=event, rank=rank, pid=pid, monotonic_s=at_s, step=step, restored=restored)
 
 
-def _evidence() -> Evidence:
+def evidence() -> Evidence:
     finals = tuple(Final(rank=rank, world=2, step=9, digests=dict(_DIGESTS)) for rank in range(2))
     events = [_event("begin", 1.0), _event("begin", 1.0, rank=1)]
     events += [_event("step", 1.0 + step, step=step) for step in range(1, 7)]
@@ -50,7 +51,7 @@ def _evidence() -> Evidence:
 
 
 def test_times_and_lost_steps_come_from_the_journals() -> None:
-    report = build(_evidence())
+    report = build(evidence())
 
     assert (report.bit_identical, report.broken) == ("yes", ())
     assert (report.newest_step_at_kill, report.newest_due_at_kill, report.restored_step) == (6, 4, 4)
@@ -59,17 +60,17 @@ def test_times_and_lost_steps_come_from_the_journals() -> None:
 
 
 def test_an_unprotected_newest_step_may_cost_two_intervals() -> None:
-    report = build(msgspec.structs.replace(_evidence(), protected_at_kill=0))
+    report = build(msgspec.structs.replace(evidence(), protected_at_kill=0))
 
     assert (report.newest_due_protected, report.steps_lost_allowed) == (False, 8)
 
 
 def test_a_shard_that_did_not_come_from_a_peers_memory_breaks_a_promise() -> None:
-    evidence = _evidence()
-    events = [msgspec.structs.replace(one, restored=()) if one.pid == 3 else one for one in evidence.events]
+    good = evidence()
+    events = [msgspec.structs.replace(one, restored=()) if one.pid == 3 else one for one in good.events]
     events.append(_event("begin", 14.0, rank=1, pid=3, step=4, tier="object"))
 
-    report = build(msgspec.structs.replace(evidence, events=tuple(events)))
+    report = build(msgspec.structs.replace(good, events=tuple(events)))
 
     assert not report.good
     assert "did not all come from a peer's memory" in "".join(report.broken)
@@ -78,14 +79,39 @@ def test_a_shard_that_did_not_come_from_a_peers_memory_breaks_a_promise() -> Non
 def test_a_process_that_was_not_killed_by_sigkill_breaks_a_promise() -> None:
     survivor = (KilledProcess(what="rank", pid=1, status=0),)
 
-    assert "rank ended with 0" in build(msgspec.structs.replace(_evidence(), killed=survivor)).broken
+    assert "rank ended with 0" in build(msgspec.structs.replace(evidence(), killed=survivor)).broken
+
+
+def _restored_at(*steps: int) -> tuple[Event, ...]:
+    """The events of a run whose ranks go on from these steps."""
+    begins = [_event("begin", 14.0, rank=rank, pid=2 + rank, step=step, tier="peer") for rank, step in enumerate(steps)]
+    first = [event for event in evidence().events if event.pid == 1]
+    return (*first, *begins, *(_event("step", 10.0 + step, pid=2, step=step) for step in range(steps[0] + 1, 10)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"events": _restored_at(1, 1)}, "5 steps were lost, 4 are allowed"),
+        ({"events": _restored_at(0, 0)}, "training began afresh"),
+        ({"events": _restored_at(4, 2)}, "ranks restored different steps: {0: 4, 1: 2}"),
+        ({"boot_id_new": "01"}, "the new node has the boot id of the old one"),
+        ({"events": _restored_at(4, 4)[:-1]}, ""),
+        ({"events": (*_restored_at(4, 4), _event("step", 25.0, pid=2, step=11))}, "step 11 came after step 9"),
+    ],
+)
+def test_each_broken_promise_is_named_and_spoils_the_report(changes: dict[str, object], said: str) -> None:
+    report = build(msgspec.structs.replace(evidence(), **changes))
+
+    assert report.good == (not said)
+    assert said in "; ".join(report.broken)
 
 
 def test_the_printed_report_ends_with_the_verdict_and_names_what_differs() -> None:
-    spoiled = tuple(msgspec.structs.replace(final, digests=_DIGESTS | {"rng": "ff"}) for final in _evidence().reference)
+    spoiled = tuple(msgspec.structs.replace(final, digests=_DIGESTS | {"rng": "ff"}) for final in evidence().reference)
     printed = io.StringIO()
 
-    render(build(msgspec.structs.replace(_evidence(), reference=spoiled)), Console(file=printed, width=100))
+    render(build(msgspec.structs.replace(evidence(), reference=spoiled)), Console(file=printed, width=100))
 
     assert printed.getvalue().rstrip().splitlines()[-1] == "bit-identical: no"
     assert "rank 0: rng differ" in printed.getvalue()
