@@ -7,6 +7,7 @@ import contextlib
 import functools
 import logging
 import os
+from collections import defaultdict
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -78,6 +79,7 @@ class Sidecar:
         self._broker_version = 0
         self._skips: frozenset[Skip] = frozenset()
         self._scan: asyncio.Task[None] | None = None
+        self._page_turns: defaultdict[tuple[int, int], asyncio.Lock] = defaultdict(asyncio.Lock)
         self._ending = False
 
     # Events in, effects out
@@ -129,9 +131,11 @@ class Sidecar:
             case do.LookAtSlots():
                 await self._look(effect.rank)
             case do.GrantSlot():
-                await self._grant(effect)
+                async with self._page_turns[effect.page.rank, effect.slot]:
+                    await self._grant(effect)
             case do.EmptySlot():
-                await self._in_bulk(memory.empty, effect.slot, effect.page)
+                async with self._page_turns[effect.page.rank, effect.slot]:
+                    await self._in_bulk(memory.empty, effect.slot, effect.page)
             case do.HashSlot():
                 await self._hash(effect)
             case do.DropStage():

@@ -1,0 +1,64 @@
+"""In which order the sidecar's shell does what the core wants done."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+from tests.sidecar.test_config import config
+
+from toprope.sidecar import effects as do
+from toprope.sidecar import events as on
+from toprope.sidecar.performer import Sidecar
+from toprope.trainer_hooks.slot import Page, SlotPaths, slot_paths
+
+
+class SlowMemory:
+    """A memory in which emptying a slot takes longer than lending it, unless lending waits its turn."""
+
+    def __init__(self) -> None:
+        self.done: list[str] = []
+        self._lent = threading.Event()
+
+    def empty(self, slot: int, page: Page) -> None:
+        """Empty a slot, after it was lent if that comes."""
+        self._lent.wait(0.2)
+        self.done.append(f"emptied {slot} at {page.seq}")
+
+    def lend(self, slot: int, page: Page, *, check_lock: bool) -> str | None:
+        """Lend a slot."""
+        assert not check_lock
+        self.done.append(f"lent {slot} at {page.seq}")
+        self._lent.set()
+        return None
+
+    def slot(self, _rank: int, number: int) -> SlotPaths:
+        """Return the files of a slot."""
+        return slot_paths(config().memory_dir, number)
+
+
+class Core:
+    """Wants a slot emptied and lent at once."""
+
+    def handle(self, _event: object) -> tuple[do.Effect, ...]:
+        """Want both."""
+        return (
+            do.EmptySlot(slot=4, page=Page(seq=1)),
+            do.GrantSlot(connection=1, slot=4, page=Page(seq=2), capacity=100, check_lock=False),
+        )
+
+
+def test_a_slot_is_lent_after_its_page_was_emptied_and_not_before() -> None:
+    memory = SlowMemory()
+
+    async def serve() -> None:
+        async with asyncio.timeout(5.0), asyncio.TaskGroup() as tasks:
+            sidecar = Sidecar(config(), tasks)
+            parts: Any = SimpleNamespace(core=Core(), memory=memory)
+            sidecar.parts = parts
+            sidecar.post(on.Tick(now_s=0.0))
+
+    asyncio.run(serve())
+    assert memory.done == ["emptied 4 at 1", "lent 4 at 2"], "else EMPTY is written over what the trainer writes"
