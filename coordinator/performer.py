@@ -314,7 +314,7 @@ class Coordinator:
         """Make a step READY; return what is in the way if it never can be."""
         indexes = [
             manifest.decode(
-                await self._ports.store.read(Key(receipt.copy.index_key)),
+                await self._ports.store.read(Key(receipt.copy.index_key), uncached=True),
                 Index,
                 key=receipt.copy.index_key,
                 expected_sha256=receipt.copy.index_sha256,

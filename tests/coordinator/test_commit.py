@@ -193,6 +193,19 @@ async def test_an_index_of_other_bytes_than_its_name_makes_nothing_ready() -> No
     assert not read_log(live.store, JOB).readies
 
 
+async def test_an_index_that_only_a_cache_has_right_makes_nothing_ready() -> None:
+    class Cached(FakeStore):
+        def read(self, key: Key, *, start: int = 0, length: int | None = None, uncached: bool = False) -> bytes:
+            body = super().read(key, start=start, length=length)
+            return b"lost" if uncached and ".index." in key else body
+
+    async with reigning(Cached()) as live:
+        live.upload(await opened(live), 3)
+        live.say()
+        await live.failed_commits(1)
+    assert not read_log(live.store, JOB).readies
+
+
 async def test_an_object_of_other_bytes_than_its_receipt_makes_nothing_ready() -> None:
     async with reigning() as live:
         view = await opened(live)
