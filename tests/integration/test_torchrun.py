@@ -23,3 +23,7 @@ def test_a_torchrun_job_that_loses_a_node_ends_bit_identical(tmp_path: Path) -> 
     assert report.broken == ()
     assert {process.status for process in report.killed} == {-9}
     assert len(report.killed) >= 4  # agent, two ranks, sidecar
+    assert report.boot_id_old != report.boot_id_new
+    assert {source.tier for source in report.sources if source.node == source.lived_on == report.node} == {"peer"}
+    kinds = {(row.rank, row.kind) for row in report.digests if len(row.run) == 64 and row.run == row.reference}
+    assert kinds >= {(rank, kind) for rank in range(demo.WORLD) for kind in ("weights", "optimizer", "rng")}
