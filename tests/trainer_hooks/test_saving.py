@@ -10,7 +10,7 @@ import torch
 from tests.support.fake_sidecar import FakeSidecar, Peer
 from tests.support.tiny_trainer import Tiny, open_image, tiny
 
-from toprope.trainer_hooks import Checkpointer, SidecarUnavailableError, wire
+from toprope.trainer_hooks import Checkpointer, RestoreError, SidecarUnavailableError, wire
 from toprope.trainer_hooks.checkpointer import WaitFor
 
 
@@ -104,3 +104,46 @@ def hear(sidecar: FakeSidecar, checkpointer: Checkpointer, *, protected: int, re
 
     with session._news:
         assert session._news.wait_for(heard, 20)
+
+
+class Refuses(FakeSidecar):
+    """Another rank of the world fails in a phase of each restore that has a source."""
+
+    phase = ""
+
+    def _verdict(self, rank: int, frame: wire.Verdict) -> None:
+        known = self._round(frame.attempt_uid)
+        if frame.ok and frame.phase == self.phase and known.attempt.from_step:
+            known.failed = "another rank could not"
+            self._tell(wire.Go(attempt_uid=frame.attempt_uid, phase=frame.phase, ok=False, reason=known.failed))
+        else:
+            super()._verdict(rank, frame)
+
+
+def saved_then_restored_with_a_refusal(directory: Path, phase: str) -> tuple[str, str, int]:
+    """Return the digests of a fresh trainer before and after its restore, and the step that it was given."""
+    with Refuses(directory / "s") as sidecar:
+        first = begun(sidecar, tiny())
+        first.end_step(2)
+        sidecar.wait_image(2)
+        first.close("nothing")
+        sidecar.phase = phase
+        trainer = tiny(9)
+        before = trainer.digest()
+        second = Checkpointer(job="j", socket=sidecar.socket_path, **trainer.named())
+        try:
+            step = second.restore()
+        finally:
+            second.close("nothing")
+        return before, trainer.digest(), step
+
+
+def test_nothing_is_applied_before_all_ranks_have_checked_what_was_staged(memory_dir: Path) -> None:
+    before, after, step = saved_then_restored_with_a_refusal(memory_dir, "staged")
+    assert step == 0, "the source was struck off"
+    assert after == before
+
+
+def test_no_rank_trains_before_all_have_applied(memory_dir: Path) -> None:
+    with pytest.raises(RestoreError, match="failed while it was applied; this process must end"):
+        saved_then_restored_with_a_refusal(memory_dir, "applied")
