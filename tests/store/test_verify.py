@@ -70,6 +70,24 @@ def test_every_flipped_byte_of_a_checkpoint_is_found() -> None:
     assert verify_checkpoint(store, state, 4).damages == ()
 
 
+def test_a_changed_byte_of_a_header_that_still_says_the_same_is_found() -> None:
+    store = FakeStore()
+    small_store(store, steps=(10, 20, 30, 40))
+    state = read_log(store, "job")
+    changed = 0
+    for key, good in list(store.objects.items()):
+        begin = int.from_bytes(good[:8], "little") + 8
+        if key.endswith(".safetensors") and good[begin - 1 : begin] == b" ":
+            store.objects[key] = good[: begin - 1] + b"\t" + good[begin:]
+            found = [damage for seq in state.live for damage in verify_checkpoint(store, state, seq).damages]
+            assert [(damage.key, damage.tensor, damage.begin, damage.end) for damage in found] == [
+                (key, None, 0, begin)
+            ]
+            store.objects[key] = good
+            changed += 1
+    assert changed, "no header is padded"
+
+
 def test_every_flipped_byte_of_the_facts_is_found() -> None:
     store = FakeStore()
     small_store(store, steps=())

@@ -1,0 +1,86 @@
+"""Which copy may go for another, and what is believed of others: the core's rules, as sentences."""
+
+from __future__ import annotations
+
+import msgspec
+from tests.support.core_driver import JOB_UID, UID, Driver, shard
+
+from toprope.coordinator.wire import Inventory, Place
+from toprope.sidecar import effects as do
+from toprope.sidecar import events as on
+from toprope.sidecar.restore_book import RestoreBook
+from toprope.trainer_hooks import wire
+
+
+def holding(*steps: int) -> Driver:
+    """Return node a as holder of node b's rank 1, with copies of these steps."""
+    driver = Driver()
+    driver.attempt(world=(Place(rank=0, node="a", boot_id="b0"), Place(rank=1, node="b", boot_id="b1")))
+    driver.place("b", "a")
+    for number, step in enumerate(steps):
+        driver.owner(shard(step, rank=1).copy("memory"), version=step)
+        driver.on(on.Pulled(shard=shard(step, rank=1), spare=number))
+    return driver
+
+
+def offer(driver: Driver, step: int) -> list[int]:
+    """Let the owner list a step; return the spares that something is pulled into."""
+    driver.owner(shard(step, rank=1).copy("memory"), version=step)
+    return [pull.spare for pull in driver.all(do.Pull)]
+
+
+def test_a_kept_copy_is_never_overwritten_however_old() -> None:
+    driver = holding(1, 2)
+    driver.keep(1)
+    driver.tick(1000.0)
+    assert offer(driver, 3) == [1], "step 2 has waited long enough; step 1 is kept"
+    driver.on(on.Pulled(shard=shard(3, rank=1), spare=1))
+    driver.keep(3)
+    assert offer(driver, 4) == [0]
+
+
+def test_a_copy_that_somebody_reads_is_not_overwritten() -> None:
+    driver = holding(1, 2)
+    driver.keep(2)
+    driver.on(on.ServeBegan(serve=7, attempt_uid=UID, step=1, rank=1))
+    assert offer(driver, 3) == []
+    driver.on(on.ServeEnded(serve=7))
+    assert [pull.spare for pull in driver.all(do.Pull)] == [0]
+
+
+def test_a_damaged_copy_that_is_still_read_is_not_overwritten() -> None:
+    driver = holding(1, 2)
+    driver.on(on.ServeBegan(serve=7, attempt_uid=UID, step=1, rank=1))
+    driver.on(on.CopyDoubted(attempt_uid=UID, step=1, rank=1, tier="peer"))
+    assert offer(driver, 3) == []
+    driver.on(on.ServeEnded(serve=7))
+    assert [pull.spare for pull in driver.all(do.Pull)] == [0]
+
+
+def test_an_owner_of_another_job_is_not_copied_from() -> None:
+    driver = holding()
+    foreign = Inventory(
+        job="job",
+        job_uid="99" * 16,
+        node="b",
+        boot_id="b1",
+        incarnation="c1",
+        version=1,
+        url="http://b",
+        domain={},
+        copies=(shard(1, rank=1).copy("memory"),),
+    )
+    driver.on(on.OwnerSeen(inventory=foreign))
+    assert driver.all(do.Pull) == []
+    driver.on(on.OwnerSeen(inventory=msgspec.structs.replace(foreign, job_uid=JOB_UID)))
+    assert len(driver.all(do.Pull)) == 1
+
+
+def test_what_was_staged_for_another_attempt_says_nothing_of_this_one() -> None:
+    book = RestoreBook(attempt_uid=UID)
+    late = wire.StagedShard(rank=0, path="/p", bytes=50, digest="d", tier="peer", node="b")
+    book.on_staged(on.ShardStaged(attempt_uid="99" * 16, shard=late))
+    book.on_failed(on.StageFailed(attempt_uid="99" * 16, rank=0, reason="gone"))
+    assert (book.staged, book.failed, book.verdict(UID)) == ({}, {}, None)
+    book.on_staged(on.ShardStaged(attempt_uid=UID, shard=late))
+    assert book.staged == {0: late}
