@@ -46,13 +46,13 @@ class HttpPeers:
         connection = http.client.HTTPConnection(parts.hostname or "", parts.port or 80, timeout=self._stall_timeout_s)
         try:
             connection.request("GET", f"{parts.path}?{parts.query}", headers=self._headers)
-            response = connection.getresponse()
-            if response.status != http.HTTPStatus.OK:
-                text = response.read(500).decode("utf-8", "replace")
-                raise PeerError(f"{parts.netloc} answered {response.status}: {text}")
-            if response.length != len(into):
-                raise PeerError(f"{parts.netloc} has {response.length} bytes; expected {len(into)}")
-            _fill(response, into)
+            with connection.getresponse() as response:  # one that ends with its connection holds the socket itself
+                if response.status != http.HTTPStatus.OK:
+                    text = response.read(500).decode("utf-8", "replace")
+                    raise PeerError(f"{parts.netloc} answered {response.status}: {text}")
+                if response.length != len(into):
+                    raise PeerError(f"{parts.netloc} has {response.length} bytes; expected {len(into)}")
+                _fill(response, into)
         except (OSError, http.client.HTTPException) as error:
             raise PeerError(f"{parts.netloc}: {said(error)}") from error
         finally:
