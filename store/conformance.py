@@ -13,6 +13,7 @@ import itertools
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
@@ -25,6 +26,9 @@ _KEY = Key("job/log/00000000000000000000.json")
 
 class ObjectStoreContract:
     """What ``ObjectStore`` promises, as tests."""
+
+    race_rounds: ClassVar[int] = 10
+    """How many keys are raced for; fewer where a server takes seconds to settle each."""
 
     def make(self, tmp_path: Path) -> ObjectStore:
         """Return an empty store."""
@@ -70,7 +74,7 @@ class ObjectStoreContract:
             return racer
 
         with ThreadPoolExecutor(racers) as pool:
-            for number in range(10):
+            for number in range(self.race_rounds):
                 key = Key(f"job/race/{number}")
                 told = list(pool.map(race, range(racers), itertools.repeat(key)))
                 winners = [racer for racer in told if racer is not None]

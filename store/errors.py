@@ -5,6 +5,7 @@
     CkptError                    a failure with an exit status; what the command line prints in one line
     ├── UsageError               64: wrong use; nothing was changed
     ├── UnavailableError          4: the store could not be reached, or did not say whether it wrote
+    │   └── ThrottledError           the store is busy and wants to be asked again later
     ├── NothingToVerifyError      3: there is no checkpoint there
     └── StoreError                2: what the store holds is wrong
         ├── AlreadyExistsError       create() lost: the key has an object
@@ -37,6 +38,10 @@ class UnavailableError(CkptError):
     """The store could not be reached, or did not answer: a write may have landed or may still land."""
 
     exit_status: ClassVar[int] = 4
+
+
+class ThrottledError(UnavailableError):
+    """The store is busy and wants to be asked again later."""
 
 
 class NothingToVerifyError(CkptError):

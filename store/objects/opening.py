@@ -3,22 +3,100 @@
 from __future__ import annotations
 
 import os
+import secrets
+from datetime import timedelta
 from pathlib import Path
+from typing import TYPE_CHECKING
 from urllib.parse import unquote
 
-from toprope.store.errors import UnavailableError, UsageError
+from toprope.store.errors import AlreadyExistsError, UnavailableError, UsageError
+from toprope.store.names import Key, checked_id
 from toprope.store.objects.directory import DirectoryStore
+from toprope.store.objects.protocol import ObjectStore
+from toprope.store.objects.retry import RetryStore
+
+if TYPE_CHECKING:
+    from toprope.store.objects.s3 import S3Store
+
+UPLOAD_GRACE = timedelta(days=1)
+"""An upload of a shard that has not come to its end after this time never will."""
+
+_S3 = "s3://"
 
 
-def open_store(root: str, *, write: bool = False) -> DirectoryStore:
-    """Return the object store at ``root``: a directory, or a ``file://`` URL of one.
+def open_store(root: str, *, write: bool = False) -> ObjectStore:
+    """Return the object store at ``root``: a directory, a ``file://`` URL of one, or ``s3://bucket/prefix?...``.
 
     With ``write`` a missing directory is made (its parent must exist), and the store is tried out.
 
     Raises:
         UsageError: it is no store that this version knows, or it can't be written.
-        UnavailableError: nothing to read is there.
+        UnavailableError: nothing to read is there, or no answer came.
     """
+    if root.startswith(_S3):
+        return _open_s3(root, write=write)
+    return _open_directory(root, write=write)
+
+
+def absolute_root(root: str) -> str:
+    """Return a root that means the same store from every working directory."""
+    return root if "://" in root else str(Path(root).absolute())
+
+
+def sweep_uploads(root: str, job: str, *, grace: timedelta = UPLOAD_GRACE) -> tuple[Key, ...]:
+    """Abort what uploads of this job's objects were left unfinished for longer than ``grace``; return their keys.
+
+    A directory store has none.
+
+    Raises:
+        UnavailableError: the store did not answer.
+    """
+    prefix = f"{checked_id(job, what='job')}/"
+    return _s3(root).sweep_uploads(prefix, grace=grace) if root.startswith(_S3) else ()
+
+
+def _s3(root: str) -> S3Store:
+    from toprope.store.objects.s3 import S3Store  # noqa: PLC0415 - boto3 takes long to load, and few need it
+    from toprope.store.objects.s3_clients import Clients  # noqa: PLC0415 - as above
+    from toprope.store.objects.s3_location import parse_location  # noqa: PLC0415 - as above
+
+    return S3Store(Clients(location=parse_location(root)))
+
+
+def _open_s3(root: str, *, write: bool) -> ObjectStore:
+    bucket = _s3(root)
+    store = RetryStore(bucket)
+    if write:
+        key = Key(f"probe/{secrets.token_hex(16)}")
+        try:
+            _probe(store, key)
+        finally:
+            bucket.forget_probe(key)
+    else:
+        next(store.list("probe/none/"), None)  # so that a bucket that can't be reached is said before anything else
+    return store
+
+
+def _probe(store: ObjectStore, key: Key) -> None:
+    """Check that an object is written once and only once here.
+
+    Raises:
+        UsageError: the server takes a second write of the same key.
+    """
+    first, second = b"first", b"second"
+    store.create(key, first)
+    try:
+        store.create(key, second)
+    except AlreadyExistsError:
+        if store.read(key, uncached=True) == first:
+            return
+    raise UsageError(
+        f"{store!r} can't be used: the server ignores 'If-None-Match: *' and lets a second write replace the first, "
+        "so two coordinators could both win. Use a server that honours conditional puts"
+    )
+
+
+def _open_directory(root: str, *, write: bool) -> DirectoryStore:
     path = _directory_of(root)
     if not write:
         if not path.is_dir():
@@ -44,9 +122,6 @@ def _directory_of(root: str) -> Path:
         return Path(unquote(root.removeprefix("file://")))
     if root.startswith("file:"):
         raise UsageError(f"store {root!r} is not usable: write file:///path, with three slashes")
-    if "://" in root:
-        raise UsageError(
-            f"store {root!r} is not usable: this version keeps objects in directories only "
-            "(s3:// comes with the S3 store); give a directory, or file:///path"
-        )
+    if "://" in root or root.startswith("s3:"):
+        raise UsageError(f"store {root!r} is not usable: give a directory, file:///path or s3://bucket/prefix")
     return Path(root)

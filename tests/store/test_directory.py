@@ -217,7 +217,7 @@ def test_a_missing_root_is_unavailable_to_readers_and_usage_to_writers(tmp_path:
         open_store(str(tmp_path / "file"))
 
 
-@pytest.mark.parametrize("root", ["s3://bucket/prefix", "http://x/", "", "file:relative", "a\0b", "file://host/x"])
+@pytest.mark.parametrize("root", ["s3:bucket", "http://x/", "", "file:relative", "a\0b", "file://host/x"])
 def test_a_store_that_this_version_does_not_know_is_refused(root: str) -> None:
     with pytest.raises(UsageError, match="is not usable"):
         open_store(root, write=True)
