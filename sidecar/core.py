@@ -487,10 +487,10 @@ class Core:
             trainer = self.trainers[connection]
             if not self._may_save(trainer):
                 continue
-            effects += self.slots.plan(trainer.rank, now_s=self.now_s)
             grantee = Grantee(
                 rank=trainer.rank, connection=connection, launch_id=trainer.launch_id, world=trainer.world
             )
+            effects += self.slots.plan(grantee, needs=needs, now_s=self.now_s)
             effects += self.slots.grants(grantee, needs=needs, now_s=self.now_s)
         return effects
 

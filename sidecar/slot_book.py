@@ -236,23 +236,33 @@ class SlotBook:
 
     # What to do
 
-    def plan(self, rank: int, *, now_s: float) -> list[Effect]:
+    def plan(self, to: Grantee, *, needs: Needs, now_s: float) -> list[Effect]:
         """Make the slots that a rank needs for the size it announced, and give up those that have become too small."""
-        wanted = self.wanted_bytes.get(rank, 0)
-        if wanted == 0 or rank in self.making or now_s < self.retry_at_s.get(rank, 0.0):
+        wanted = self.wanted_bytes.get(to.rank, 0)
+        if wanted == 0 or to.rank in self.making:
             return []
-        records = self.of_rank(rank)
-        fitting = [record for record in records if record.capacity >= wanted]
-        missing = SLOTS_PER_RANK - len(fitting)
-        if missing <= 0:
-            return []
-        small = tuple(r.number for r in records if r.capacity < wanted and r.phase is Phase.FREE and not r.uses)
+        first = max((record.number for record in self.of_rank(to.rank)), default=-1) + 1
+        effects = self._give_up_small(to, wanted, needs=needs, now_s=now_s)
+        missing = SLOTS_PER_RANK - sum(record.capacity >= wanted for record in self.of_rank(to.rank))
+        if missing <= 0 or now_s < self.retry_at_s.get(to.rank, 0.0):
+            return effects
+        self.making.add(to.rank)
+        return [*effects, MakeSlots(rank=to.rank, slots=tuple(range(first, first + missing)), bytes=wanted)]
+
+    def _give_up_small(self, to: Grantee, wanted: int, *, needs: Needs, now_s: float) -> list[Effect]:
+        """Remove the slots that are too small by now, each as soon as its content is needed no more."""
+        records = self.of_rank(to.rank)
+        expendable = _expendable(records, needs=needs, launch_id=to.launch_id, now_s=now_s)
+        small = tuple(
+            record.number
+            for record in records
+            if record.capacity < wanted
+            and not record.uses
+            and (record.phase is Phase.FREE or (needs.attempt_uid and any(record is other for _, other in expendable)))
+        )
         for number in small:
-            del self.slots[rank, number]
-        self.making.add(rank)
-        first = max((record.number for record in records), default=-1) + 1
-        removal: list[Effect] = [RemoveSlots(rank=rank, slots=small)] if small else []
-        return [*removal, MakeSlots(rank=rank, slots=tuple(range(first, first + missing)), bytes=wanted)]
+            del self.slots[to.rank, number]
+        return [RemoveSlots(rank=to.rank, slots=small)] if small else []
 
     def refuse(self, rank: int, *, now_s: float) -> None:
         """Take in that there was no room; it is tried again later."""
@@ -312,6 +322,14 @@ class SlotBook:
 
 def _victim(records: Iterable[SlotRecord], *, needs: Needs, launch_id: str, now_s: float) -> SlotRecord | None:
     """Return the hashed slot that is needed least, or None when each is needed more than a new snapshot."""
+    over = _expendable(records, needs=needs, launch_id=launch_id, now_s=now_s)
+    return min(over, key=lambda pair: (pair[0] in needs.awaited, pair[0]))[1] if over else None
+
+
+def _expendable(
+    records: Iterable[SlotRecord], *, needs: Needs, launch_id: str, now_s: float
+) -> list[tuple[Shard, SlotRecord]]:
+    """Return the hashed slots, with their shards, that are needed less than a new snapshot."""
     hashed = [(record, record.shard) for record in records if record.phase is Phase.HASHED and record.shard is not None]
     newest = max((shard for _, shard in hashed), default=None)
     newest_kept = max((shard for _, shard in hashed if shard.of_step in needs.kept), default=None)
@@ -322,7 +340,7 @@ def _victim(records: Iterable[SlotRecord], *, needs: Needs, launch_id: str, now_
         and shard.of_step not in needs.kept
         and not (record.lock_held and record.launch_id != launch_id)
     ]
-    over = [
+    return [
         (shard, record)
         for record, shard in idle
         if shard.attempt_uid != needs.attempt_uid
@@ -330,7 +348,6 @@ def _victim(records: Iterable[SlotRecord], *, needs: Needs, launch_id: str, now_
         or shard.of_step in needs.dropped
         or (shard != newest and now_s - record.hashed_at_s >= HOLD_S)
     ]
-    return min(over, key=lambda pair: (pair[0] in needs.awaited, pair[0]))[1] if over else None
 
 
 def _is_free_for(record: SlotRecord, to: Grantee) -> bool:

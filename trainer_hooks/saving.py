@@ -113,6 +113,7 @@ class Saver:
         needed = plan.image_bytes(len(snapshot.document))
         if needed > grant.target.bytes:
             self._announce_size(needed, len(snapshot.document))
+            self._session.sealed(self._sealed(grant, step, needed))  # it does not fit: the sidecar takes the slot back
             self._skip(step, "state has grown", f"a slot has {grant.target.bytes} bytes and the state needs {needed}")
             return
         self._fill(grant, step, plan, snapshot)
@@ -151,7 +152,7 @@ class Saver:
         except OSError as error:
             self._skip(step, "slot can't be written", str(error))
             return
-        sealed = wire.Sealed(slot=slot.slot, seq=slot.seq, attempt_uid=self._attempt.uid, step=step, bytes=written)
+        sealed = self._sealed(grant, step, written)
         self._session.sealed(sealed)
         self._last = (slot, sealed)
         self.stats.snapshots += 1
@@ -159,6 +160,10 @@ class Saver:
         if self._trouble:
             logger.info("saving again: step %d is in slot %d", step, slot.slot)
             self._trouble = ""
+
+    def _sealed(self, grant: Grant, step: int, image_bytes: int) -> wire.Sealed:
+        slot = grant.slot
+        return wire.Sealed(slot=slot.slot, seq=slot.seq, attempt_uid=self._attempt.uid, step=step, bytes=image_bytes)
 
     def last_is_hashed(self) -> bool:
         """Say whether the sidecar has hashed the newest snapshot, or has gone on to use its slot again."""

@@ -77,6 +77,8 @@ class LentSlots:
         status = path.stat()
         known = self._targets.get(str(path))
         if known is None or (known.inode, known.bytes) != (status.st_ino, status.st_size):
+            # a mapping keeps the memory of a file that was removed
+            self._targets = {name: target for name, target in self._targets.items() if Path(name).exists()}
             known = self._targets[str(path)] = Target(path)
         return known
 

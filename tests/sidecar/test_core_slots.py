@@ -10,8 +10,9 @@ from toprope.coordinator.wire import Kept
 from toprope.sidecar import effects as do
 from toprope.sidecar import events as on
 from toprope.sidecar.core import Core
+from toprope.sidecar.values import SlotSight
 from toprope.trainer_hooks import wire
-from toprope.trainer_hooks.slot import SlotState
+from toprope.trainer_hooks.slot import Page, SlotState
 
 
 def test_every_event_has_a_handler() -> None:
@@ -355,6 +356,22 @@ def test_a_state_that_has_grown_gets_larger_slots_and_gives_up_the_small_ones() 
     driver.frame(wire.Size(bytes=200))
     assert driver.all(do.MakeSlots) == [do.MakeSlots(rank=0, slots=(3, 4, 5), bytes=200)]
     assert driver.copies("memory") == [1], "the old step stays readable"
+
+
+def test_slots_that_are_too_small_go_once_nothing_needs_them() -> None:
+    driver = Driver()
+    driver.train()
+    driver.snapshot(0, 1)
+    driver.keep(1)
+    driver.frame(wire.Size(bytes=200))
+    driver.see(*(SlotSight(slot=number, capacity=200, page=Page(), lock_held=False) for number in (3, 4, 5)))
+    assert driver.granted() == [3, 4, 5]
+    driver.frame(wire.Sealed(slot=1, seq=1, attempt_uid=UID, step=2, bytes=150))
+    assert driver.all(do.RemoveSlots) == [do.RemoveSlots(rank=0, slots=(1,))], "the trainer had no use for it"
+    driver.snapshot(3, 3)
+    assert driver.all(do.RemoveSlots) == []
+    driver.keep(3)
+    assert driver.all(do.RemoveSlots) == [do.RemoveSlots(rank=0, slots=(0,))]
 
 
 def test_without_room_training_goes_on_and_it_is_tried_again() -> None:

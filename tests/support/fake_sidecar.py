@@ -21,7 +21,7 @@ from typing import Self
 import xxhash
 
 from toprope.trainer_hooks import wire
-from toprope.trainer_hooks.slot import SlotPaths, SlotState, read_page, slot_paths, write_page
+from toprope.trainer_hooks.slot import Page, SlotPaths, SlotState, read_page, slot_paths, write_page
 
 JOB_UID = "0b" * 16
 NODE = "n1"
@@ -327,7 +327,7 @@ class FakeSidecar:
     def _take(self, peer: Peer, frame: wire.Sealed) -> None:
         rank = self._rank(peer)
         paths = self.slot(rank, frame.slot)
-        page = read_page(paths.page)
+        page = read_page(paths.page) if paths.page.exists() else Page()
         self.states.append((frame.step, page.state))
         if (page.seq, page.state) != (frame.seq, SlotState.SEALED):
             return

@@ -275,6 +275,10 @@ def test_a_grown_state_is_skipped_and_told_and_then_saved(sidecar: FakeSidecar, 
     _train(trainer, checkpointer, 2, 2)
     assert checkpointer.stats.skipped["state has grown"] == 1
     sidecar.wait(lambda: len(sidecar.kinds(wire.Size)) == 2)
+    sidecar.wait(lambda: len(sidecar.kinds(wire.Sealed)) == 1)
+    (returned,) = sidecar.kinds(wire.Sealed)
+    assert isinstance(returned, wire.Sealed)
+    assert returned.bytes > 300_000, "what does not fit gives the slot back"
     sidecar.wait(lambda: sidecar._seq >= 6)
     while not sidecar.images:
         step = checkpointer._next_step

@@ -130,6 +130,18 @@ def test_what_is_sealed_is_said_again_until_its_slot_is_lent_again(tmp_path: Pat
     assert slots.unconfirmed() == ()
 
 
+def test_a_slot_file_that_was_removed_is_not_kept_in_memory(tmp_path: Path) -> None:
+    slots = LentSlots()
+    small, large = _slot(tmp_path, 0), _slot(tmp_path, 1)
+    slots.lend(small)
+    slots.take()
+    Path(small.path).unlink()
+    slots.lend(large)
+    mapped = Path("/proc/self/maps").read_text()
+    assert small.path not in mapped
+    assert large.path in mapped
+
+
 def test_a_grown_slot_file_is_mapped_anew(tmp_path: Path) -> None:
     slots = LentSlots()
     slots.lend(_slot(tmp_path))
