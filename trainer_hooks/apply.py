@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -13,8 +13,24 @@ from toprope.trainer_hooks import rng
 from toprope.trainer_hooks.errors import StateMismatchError, WorldMismatchError
 from toprope.trainer_hooks.image import Image
 from toprope.trainer_hooks.modules import ModelState, model_state, optimizer_names
+from toprope.trainer_hooks.optimizers import owned, with_state
+from toprope.trainer_hooks.spread import (
+    LayoutError,
+    Mesh,
+    Spread,
+    as_dtensor,
+    block_of,
+    join,
+    local_of,
+    mesh_of,
+    spread_from,
+    spread_of,
+)
 from toprope.trainer_hooks.state import FORMAT, Parts, Stateful, as_stateful, devices_of
 from toprope.trainer_hooks.tree import Decoder, Json
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 _MAX_NAMED = 20
 
@@ -27,17 +43,36 @@ class Loaded:
     images: Mapping[int, Image]
     parts: Parts
     model: ModelState
+    rank: int
+    meshes: Mapping[Mesh, DeviceMesh]
+    """The meshes that the trainer's own tensors are spread over."""
 
     def tensor(self, entry: dict[str, Json]) -> torch.Tensor:
-        """Return the tensor of a document entry; it aliases the image."""
+        """Return what this rank holds of the tensor of a document entry; it aliases the image."""
         return self.images[entry["rank"]].tensor(entry["name"])
+
+    def spread(self, entry: dict[str, Json]) -> Spread | None:
+        """Return how the tensor of an entry was spread; None when it was not.
+
+        Raises:
+            StateMismatchError: the document does not say it in a way that can be read.
+        """
+        value = entry.get("spread")
+        return None if value is None else spread_from(value, self.document.get("meshes", []), rank=self.rank)
+
+    def joined(
+        self, entry: dict[str, Json], local: torch.Tensor, stride: tuple[int, ...] | None = None
+    ) -> torch.Tensor:
+        """Return the tensor of an entry, of which this rank holds ``local``."""
+        spread = self.spread(entry)
+        return local if spread is None else join(local, self.meshes[spread.mesh], spread, stride)
 
     def values(self, value: Json) -> Any:  # noqa: ANN401 - any value that can be kept
         """Return a part of the document as values of its own; its tensors lie where they lay when saved."""
         return Decoder(self._copy).decode(value)
 
     def _copy(self, entry: dict[str, Json]) -> torch.Tensor:
-        return self.tensor(entry).clone().to(entry["device"])
+        return self.joined(entry, self.tensor(entry).clone().to(entry["device"]))
 
 
 def check(parts: Parts, images: Mapping[int, Image], *, rank: int, world: int) -> Loaded:
@@ -52,7 +87,8 @@ def check(parts: Parts, images: Mapping[int, Image], *, rank: int, world: int) -
         raise StateMismatchError(f"state of format {document.get('format')}; this version reads format {FORMAT}")
     if document["world"] != world:
         raise WorldMismatchError(f"the checkpoint was saved by {document['world']} ranks and this job has {world}")
-    loaded = Loaded(document, images, parts, model_state(parts.model, world=world))
+    model = model_state(parts.models(), world=world)
+    loaded = Loaded(document, images, parts, model, rank, _meshes(model))
     problems = [*_entry_problems(loaded), *_section_problems(loaded)]
     if not problems:
         problems = [*_model_problems(loaded), *_optimizer_problems(loaded), *_extra_problems(loaded)]
@@ -65,14 +101,28 @@ def check(parts: Parts, images: Mapping[int, Image], *, rank: int, world: int) -
     return loaded
 
 
+def _meshes(model: ModelState) -> dict[Mesh, DeviceMesh]:
+    tensors = (as_dtensor(tensor) for tensor in (*model.params.values(), *model.buffers.values()))
+    return {mesh_of(tensor.device_mesh): tensor.device_mesh for tensor in tensors if tensor is not None}
+
+
 def _entry_problems(loaded: Loaded) -> Iterable[str]:
-    """Name each tensor of the document that is not in an image at hand."""
+    """Name each tensor of the document that is not in an image at hand, or spread over a mesh that is not here."""
     for entry in _entries(loaded.document):
-        image = loaded.images.get(entry["rank"])
+        image, spread = loaded.images.get(entry["rank"]), loaded.spread(entry)
         if image is None:
             yield f"{entry['name']}: the shard of rank {entry['rank']} was not given"
         elif entry["name"] not in image.places:
             yield f"{entry['name']}: not in the shard of rank {entry['rank']}"
+        elif spread is not None and spread.mesh not in loaded.meshes:
+            yield (
+                f"{entry['name']}: spread over a mesh of shape {spread.mesh.shape} in the checkpoint, and no parameter "
+                "here is on that mesh"
+            )
+        elif spread is not None:
+            held = tuple(end - begin for begin, end in block_of(spread))
+            if image.places[entry["name"]].shape != held:
+                yield f"{entry['name']}: stored with shape {image.places[entry['name']].shape}, expected {held}"
 
 
 def _entries(value: Json) -> Iterable[dict[str, Json]]:
@@ -90,9 +140,9 @@ def _entries(value: Json) -> Iterable[dict[str, Json]]:
 
 def _section_problems(loaded: Loaded) -> Iterable[str]:
     given = {"model", "rng", "format", "world", *loaded.parts.stateful()}
-    given |= {"optimizer"} if loaded.parts.optimizer is not None else set()
+    given |= {"meshes", *loaded.parts.optimizers()}
     given |= {"extra"} if loaded.parts.extra is not None else set()
-    return _key_problems("", set(loaded.document), given)
+    return _key_problems("", {"meshes", *loaded.document}, given)
 
 
 def _key_problems(prefix: str, saved: set[str], live: set[str]) -> Iterable[str]:
@@ -104,11 +154,16 @@ def _key_problems(prefix: str, saved: set[str], live: set[str]) -> Iterable[str]
 
 def _model_problems(loaded: Loaded) -> Iterable[str]:
     saved, model = loaded.document["model"], loaded.model
-    for section, live in (("params", model.params), ("buffers", model.buffers)):
+    for section, live in (("params", _kept(model)), ("buffers", model.buffers)):
         yield from _key_problems("model.", set(saved[section]), set(live))
         for name in sorted(set(saved[section]) & set(live)):
             yield from _form_problems(loaded, f"model.{name}", saved[section][name], live[name])
     yield from _key_problems("model (extra state) ", set(saved["extra_state"]), set(model.extras))
+    if model.gathered:
+        yield (
+            f"model: FSDP has {model.gathered} parameters gathered; restore before the first forward pass, or call "
+            "reshard() first"
+        )
     if saved["tied"] != model.tied:
         yield f"model: tied parameters are {saved['tied']} in the checkpoint and {model.tied} here"
     devices = len(saved_streams) if (saved_streams := loaded.document["rng"]["cuda"]) else 0
@@ -116,26 +171,59 @@ def _model_problems(loaded: Loaded) -> Iterable[str]:
         yield f"rng.cuda: streams of {devices} devices in the checkpoint, {len(devices_of(model))} here"
 
 
+def _kept(model: ModelState) -> dict[str, torch.Tensor]:
+    return {name: model.kept(name) for name in model.params}
+
+
 def _form_problems(loaded: Loaded, name: str, entry: dict[str, Json], live: torch.Tensor) -> Iterable[str]:
     place = loaded.images[entry["rank"]].places[entry["name"]]
-    if place.shape != tuple(live.shape):
-        yield f"{name}: shape {place.shape} in the checkpoint, {tuple(live.shape)} here"
+    shape, spread, dtensor = place.shape, loaded.spread(entry), as_dtensor(live)
+    if spread is not None or dtensor is not None:
+        if (problem := _spread_problem(spread, live, rank=loaded.rank)) is not None:
+            yield f"{name}: {problem}"
+        shape = tuple(live.shape) if spread is None else spread.shape
+    flat = loaded.model.flat.get(name.removeprefix("model."))
+    if entry.get("flat") != (None if flat is None or dtensor is not None else [flat.offset, flat.whole]):
+        yield f"{name}: another part of what FSDP flattened than here; the wrapping or the number of ranks differs"
+    if shape != tuple(live.shape):
+        yield f"{name}: shape {shape} in the checkpoint, {tuple(live.shape)} here"
     if place.dtype != live.dtype:
         yield f"{name}: {place.dtype} in the checkpoint, {live.dtype} here"
 
 
+def _spread_problem(saved: Spread | None, live: torch.Tensor, *, rank: int) -> str | None:
+    """Say how a tensor of the checkpoint and the trainer's are spread, if not in the same way."""
+    dtensor = as_dtensor(live)
+    if saved is None or dtensor is None:
+        kinds = ["a plain tensor" if one is None else "a DTensor" for one in (saved, dtensor)]
+        return f"{kinds[0]} in the checkpoint, {kinds[1]} here"
+    try:
+        here = spread_of(dtensor, rank=rank)
+    except LayoutError as error:
+        return f"a DTensor here that {error}"
+    if (saved.mesh, saved.placements) == (here.mesh, here.placements):
+        return None
+    there, where = (
+        f"{', '.join(one.placements)} over ranks {list(one.mesh.ranks)} as {one.mesh.shape}" for one in (saved, here)
+    )
+    return f"spread {there} in the checkpoint, {where} here"
+
+
 def _optimizer_problems(loaded: Loaded) -> Iterable[str]:
-    if loaded.parts.optimizer is None:
-        return
-    names = optimizer_names(loaded.parts.optimizer, loaded.model.params)
-    saved, live = loaded.document["optimizer"], loaded.parts.optimizer.param_groups
-    if len(saved["groups"]) != len(live):
-        yield f"optimizer: {len(saved['groups'])} groups in the checkpoint, {len(live)} here"
-        return
-    for number, (saved_group, group) in enumerate(zip(saved["groups"], live, strict=True)):
-        if saved_group["params"] != [names[id(parameter)] for parameter in group["params"]]:
-            yield f"optimizer group {number}: other parameters, or in another order"
-        yield from _key_problems(f"optimizer group {number} ", set(saved_group["settings"]), set(group) - {"params"})
+    for section, optimizer in loaded.parts.optimizers().items():
+        names = optimizer_names(optimizer, loaded.model.params)
+        saved, live = loaded.document[section], optimizer.param_groups
+        if len(saved["groups"]) != len(live):
+            yield f"{section}: {len(saved['groups'])} groups in the checkpoint, {len(live)} here"
+            continue
+        for number, (saved_group, group) in enumerate(zip(saved["groups"], live, strict=True)):
+            if saved_group["params"] != [names[id(parameter)] for parameter in group["params"]]:
+                yield f"{section} group {number}: other parameters, or in another order"
+            yield from _key_problems(
+                f"{section} group {number} ", set(saved_group["settings"]), set(group) - {"params"}
+            )
+        if saved.get("owned") != owned(optimizer, loaded.model.params):
+            yield f"{section}: ZeRO gave this rank other parameters than here, or only one of both is ZeRO"
 
 
 def _extra_problems(loaded: Loaded) -> Iterable[str]:
@@ -156,13 +244,13 @@ def apply(loaded: Loaded) -> None:
     """Write the state into the trainer. The random streams come last, for others may draw from them."""
     parts, document = loaded.parts, loaded.document
     with torch.no_grad():
-        for section, live in (("params", loaded.model.params), ("buffers", loaded.model.buffers)):
+        for section, live in (("params", _kept(loaded.model)), ("buffers", loaded.model.buffers)):
             for name, entry in document["model"][section].items():
                 _overwrite(live[name], loaded.tensor(entry))
         for name, module in loaded.model.extras.items():
             module.set_extra_state(loaded.values(document["model"]["extra_state"][name]))
-        if parts.optimizer is not None:
-            _apply_optimizer(loaded, parts.optimizer)
+        for name, optimizer in parts.optimizers().items():
+            _apply_optimizer(loaded, name, optimizer)
     if parts.dataloader is not None:
         # A loader may draw a seed when it makes its iterator, which an uninterrupted run did long ago. Asking that of
         # torchdata for its state makes the iterator now, before the random streams are put where they belong.
@@ -179,26 +267,30 @@ def apply(loaded: Loaded) -> None:
 
 
 def _overwrite(live: torch.Tensor, saved: torch.Tensor) -> None:
-    """Copy values into a tensor and keep its strides; float4 and such, which torch can't copy, go as bytes."""
+    """Copy values into what this rank holds of a tensor and keep its strides.
+
+    Float4 and such, which torch can't copy, go as bytes.
+    """
+    live = local_of(live)
     if live.dtype.itemsize == 1 and live.is_contiguous():
         live.detach().view(torch.uint8).copy_(saved.view(torch.uint8))
     else:
         live.detach().copy_(saved)
 
 
-def _apply_optimizer(loaded: Loaded, optimizer: torch.optim.Optimizer) -> None:
+def _apply_optimizer(loaded: Loaded, section: str, optimizer: torch.optim.Optimizer) -> None:
     """Set the state itself: ``load_state_dict`` would cast it to the dtypes of the parameters."""
-    saved = loaded.document["optimizer"]
+    saved, states = loaded.document[section], with_state(optimizer).state
     for saved_group, group in zip(saved["groups"], optimizer.param_groups, strict=True):
         for key, value in loaded.values(saved_group["settings"]).items():
             group[key] = _graft(group[key], value)
         for name, parameter in zip(saved_group["params"], group["params"], strict=True):
             if name not in saved["state"]:
-                optimizer.state.pop(parameter, None)
+                states.pop(parameter, None)
                 continue
             place = _device_rule(group, parameter, loaded.document["model"]["params"][name]["device"])
-            fresh = Decoder(_placed(loaded, parameter, place)).decode(saved["state"][name])
-            state = optimizer.state[parameter]
+            fresh = Decoder(_placed(loaded, loaded.model.kept(name), place)).decode(saved["state"][name])
+            state = states[parameter]
             grafted = {key: _graft(state.get(key), value) for key, value in fresh.items()}
             state.clear()
             state.update(grafted)
@@ -219,13 +311,16 @@ def _device_rule(group: dict[str, Any], parameter: torch.Tensor, saved_on: str) 
 def _placed(
     loaded: Loaded, parameter: torch.Tensor, place: Callable[[dict[str, Json]], torch.device]
 ) -> Callable[[dict[str, Json]], torch.Tensor]:
+    local = local_of(parameter)
+
     def tensor(entry: dict[str, Json]) -> torch.Tensor:
-        saved, device = loaded.tensor(entry), place(entry)
-        if saved.shape != parameter.shape:
-            return saved.clone().to(device)
-        fresh = torch.empty_like(parameter, dtype=saved.dtype, device=device, requires_grad=False)
+        saved, device, spread = loaded.tensor(entry), place(entry), loaded.spread(entry)
+        if saved.shape != local.shape:
+            return loaded.joined(entry, saved.clone().to(device))
+        fresh = torch.empty_like(local, dtype=saved.dtype, device=device, requires_grad=False)
         _overwrite(fresh, saved)
-        return fresh
+        alike = spread is not None and spread.shape == tuple(parameter.shape)
+        return loaded.joined(entry, fresh, parameter.stride() if alike else None)
 
     return tensor
 
@@ -246,14 +341,10 @@ def _apply_extra(loaded: Loaded, extra: Stateful | MutableMapping[str, Any]) -> 
 def _graft(live: Any, saved: Any) -> Any:  # noqa: ANN401 - any value that can be kept
     """Return the saved value, in the live tensor, dict, list or deque where that can hold it: others may share it."""
     if isinstance(live, torch.Tensor) and isinstance(saved, torch.Tensor):
-        if (
-            live.shape != saved.shape
-            or live.dtype != saved.dtype
-            or type(live) not in {torch.Tensor, torch.nn.Parameter}
-        ):
+        if not _holds(live, saved):
             return saved
         with torch.no_grad():
-            _overwrite(live, saved)
+            _overwrite(live, local_of(saved))
         return live
     if type(live) is not type(saved):
         return saved
@@ -269,3 +360,14 @@ def _graft(live: Any, saved: Any) -> Any:  # noqa: ANN401 - any value that can b
         live.extend(grafted_items)
         return live
     return saved
+
+
+def _holds(live: torch.Tensor, saved: torch.Tensor) -> bool:
+    """Say whether a tensor can take the values of another in place."""
+    there, here = as_dtensor(live), as_dtensor(saved)
+    if there is not None and here is not None:
+        if (there.device_mesh, there.placements) != (here.device_mesh, here.placements):
+            return False
+    elif type(live) not in {torch.Tensor, torch.nn.Parameter} or here is not None:
+        return False
+    return live.shape == saved.shape and live.dtype == saved.dtype

@@ -6,7 +6,7 @@ import logging
 import os
 import re
 import time
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -52,17 +52,23 @@ class Checkpointer:
             ckpt.end_step(step, loss=loss)
         ckpt.close()
 
-    Make it after ``init_process_group()``, the same way on each rank. ``strict`` turns a skipped snapshot into an
-    error. ``fresh_ok`` lets ``restore()`` begin at step 0 when there is no sidecar; nothing is saved then.
+    Make it after ``init_process_group()``, the same way on each rank. Several models, optimizers or schedulers go in a
+    dict or a list: ``model={"gen": gen, "disc": disc}``.
+
+    ``strict`` turns a skipped snapshot into an error. ``fresh_ok`` lets ``restore()`` begin at step 0 when there is no
+    sidecar; nothing is saved then.
     """
 
     def __init__(  # noqa: PLR0913 - the parts of a trainer, all by keyword
         self,
         *,
         job: str,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer | None = None,
-        lr_scheduler: Stateful | None = None,
+        model: nn.Module | Mapping[str, nn.Module] | Sequence[nn.Module],
+        optimizer: torch.optim.Optimizer
+        | Mapping[str, torch.optim.Optimizer]
+        | Sequence[torch.optim.Optimizer]
+        | None = None,
+        lr_scheduler: Stateful | Mapping[str, Stateful] | Sequence[Stateful] | None = None,
         dataloader: Stateful | None = None,
         extra: Stateful | MutableMapping[str, Any] | None = None,
         scaler: Stateful | None = None,
@@ -125,7 +131,7 @@ class Checkpointer:
         """
         world = self._world
         launch_id = str(world.broadcast(own_launch_id()))
-        _warn_of_regrouping(self._parts.model, world.size)
+        _warn_of_regrouping(self._parts.models(), world.size)
         places = self._places(launch_id)
         if places is None:
             logger.warning("no sidecar, and fresh_ok: training begins at step 0 and nothing is saved")
@@ -240,11 +246,11 @@ def _socket_path(job: str, given: str | os.PathLike[str] | None) -> Path:
     return Path(path)
 
 
-def _warn_of_regrouping(model: nn.Module, world: int) -> None:
+def _warn_of_regrouping(models: nn.Module | Mapping[str, nn.Module], world: int) -> None:
     """Say so when DDP would sum gradients in another order after a restart than before it."""
     if world <= 2:  # noqa: PLR2004 - the sum of two does not depend on their order
         return
-    for ddp in model_state(model, world=world).ddp:
+    for ddp in model_state(models, world=world).ddp:
         if ddp.static_graph or not ddp.find_unused_parameters:
             logger.warning(
                 "DDP regroups its gradient buckets after the first backward pass of each process; with %d ranks a "

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ MAX_DIMENSIONS = 32
 MAX_NAME_CHARACTERS = 1024
 _LENGTH = struct.Struct("<Q")
 _WIDEST = 10**18  # room for any step, attempt or offset when a header's length is chosen
+_WHOLE: Mapping[str, Any] = MappingProxyType({})
 
 _SAFETENSORS: dict[torch.dtype, str] = {
     torch.bool: "BOOL",
@@ -92,20 +94,29 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
+class Piece:
+    """Where a tensor lies in the larger one of which it is a piece."""
+
+    global_shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
-    """The layout of an image. It fits a snapshot as long as ``places`` does."""
+    """The layout of an image. It fits a snapshot as long as ``places`` and ``pieces`` do."""
 
     places: tuple[Place, ...]
     header_bytes: int
     tensor_bytes: int
+    pieces: Mapping[str, Piece]
 
     def image_bytes(self, document_bytes: int) -> int:
         """Return the length of the whole image."""
         return _LENGTH.size + self.header_bytes + self.tensor_bytes + document_bytes
 
-    def fits(self, tensors: Mapping[str, torch.Tensor]) -> bool:
+    def fits(self, tensors: Mapping[str, torch.Tensor], pieces: Mapping[str, Piece]) -> bool:
         """Say whether this plan is one for these tensors."""
-        if len(tensors) != len(self.places):
+        if len(tensors) != len(self.places) or pieces != self.pieces:
             return False
         for place in self.places:
             tensor = tensors.get(place.name)
@@ -114,8 +125,12 @@ class Plan:
         return True
 
 
-def plan_image(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> Plan:
+def plan_image(
+    tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str], pieces: Mapping[str, Piece] = _WHOLE
+) -> Plan:
     """Return the layout for these tensors; ``metadata`` gives the keys of the header and the room their values need.
+
+    ``pieces`` has those that are a piece of a larger tensor.
 
     Raises:
         UnsupportedLeafError: no reader would accept an image of these tensors.
@@ -127,10 +142,10 @@ def plan_image(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str])
         places.append(Place(name, tensor.dtype, tuple(tensor.shape), offset, size))
         offset += size
     widest = {key: value if not value.isdecimal() else str(_WIDEST) for key, value in metadata.items()}
-    header = _header_json(tuple(places), offset, _WIDEST, widest)
+    header = _header_json(Plan(tuple(places), 0, offset, pieces), _WIDEST, widest)
     padded_bytes = -(-len(header) // 8) * 8
     _check_limits(places, padded_bytes)
-    return Plan(tuple(places), padded_bytes, offset)
+    return Plan(tuple(places), padded_bytes, offset, pieces)
 
 
 def _check_limits(places: Sequence[Place], size: int) -> None:
@@ -152,22 +167,26 @@ def _check_limits(places: Sequence[Place], size: int) -> None:
 
 def header_bytes(plan: Plan, document_bytes: int, metadata: Mapping[str, str]) -> bytes:
     """Return the first bytes of an image: length and header, padded."""
-    text = _header_json(plan.places, plan.tensor_bytes, document_bytes, metadata)
+    text = _header_json(plan, document_bytes, metadata)
     assert len(text) <= plan.header_bytes, "the header outgrew its plan"
     return _LENGTH.pack(plan.header_bytes) + text.ljust(plan.header_bytes)
 
 
-def _header_json(
-    places: tuple[Place, ...], tensor_bytes: int, document_bytes: int, metadata: Mapping[str, str]
-) -> bytes:
-    true_types = {f"dtype:{place.name}": _AS_BYTES[place.dtype] for place in places if place.dtype in _AS_BYTES}
-    header: dict[str, Any] = {"__metadata__": {"format": FORMAT, "document": DOCUMENT, **metadata, **true_types}}
-    for place in places:
+def _header_json(plan: Plan, document_bytes: int, metadata: Mapping[str, str]) -> bytes:
+    described: dict[str, str] = {"format": FORMAT, "document": DOCUMENT, **metadata}
+    header: dict[str, Any] = {"__metadata__": described}
+    for place in plan.places:
         stored = _SAFETENSORS.get(place.dtype)
-        shape = list(place.shape) if stored else [*place.shape, place.dtype.itemsize]
+        item = [] if stored else [place.dtype.itemsize]
         offsets = [place.begin, place.begin + place.bytes]
-        header[place.name] = {"dtype": stored or "U8", "shape": shape, "data_offsets": offsets}
-    offsets = [tensor_bytes, tensor_bytes + document_bytes]
+        header[place.name] = {"dtype": stored or "U8", "shape": [*place.shape, *item], "data_offsets": offsets}
+        if not stored:
+            described[f"dtype:{place.name}"] = _AS_BYTES[place.dtype]
+        piece = plan.pieces.get(place.name)
+        if piece is not None:
+            lies = {"global_shape": [*piece.global_shape, *item], "offsets": [*piece.offsets, *(0 for _ in item)]}
+            described[f"piece:{place.name}"] = json.dumps(lies, separators=(",", ":"))
+    offsets = [plan.tensor_bytes, plan.tensor_bytes + document_bytes]
     header[DOCUMENT] = {"dtype": "U8", "shape": [document_bytes], "data_offsets": offsets}
     return json.dumps(header, separators=(",", ":")).encode()
 

@@ -1,13 +1,13 @@
 """The tensors of a model under their own names, whatever wraps it.
 
-Wrappers (DDP, torch.compile, activation checkpointing) are recognised by their class and looked through, so that a
-model has the same names with and without them, and a submodule that is really called ``module`` keeps its name.
+Wrappers (DDP, FSDP1, torch.compile, activation checkpointing) are recognised by their class and looked through, so
+that a model has the same names with and without them, and a submodule that is really called ``module`` keeps its name.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
+from toprope.trainer_hooks import fsdp
 from toprope.trainer_hooks.errors import UnsupportedLeafError, UsageError
 
 _WRAPPERS = (
@@ -24,33 +25,54 @@ _WRAPPERS = (
         "ActivationWrapper",
         "_checkpoint_wrapped_module",
     ),
+    ("torch.distributed.fsdp", "FullyShardedDataParallel", "_fsdp_wrapped_module"),
 )
 
 
 @dataclass(slots=True, kw_only=True)
 class ModelState:
-    """A model's state by name. ``tied`` maps each further name of a parameter to its first."""
+    """A model's state by name. ``tied`` maps each further name of a parameter to its first.
 
-    root_class: str
+    ``flat`` has what FSDP1 left of a parameter on this rank; ``gathered`` counts the parameters that FSDP has whole at
+    present.
+    """
+
+    root_class: str | dict[str, str] = ""
     params: dict[str, nn.Parameter] = field(default_factory=dict)
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)
     extras: dict[str, nn.Module] = field(default_factory=dict)
     tied: dict[str, str] = field(default_factory=dict)
     replicated: set[str] = field(default_factory=set)
+    flat: dict[str, fsdp.FlatShard] = field(default_factory=dict)
+    gathered: int = 0
     ddp: list[DistributedDataParallel] = field(default_factory=list)
 
+    def kept(self, name: str) -> torch.Tensor:
+        """Return the values of a parameter that are kept: FSDP1's local shard, else the parameter."""
+        return self.flat[name].values if name in self.flat else self.params[name]
 
-def model_state(model: nn.Module, *, world: int) -> ModelState:
-    """Return the parameters, persistent buffers and extra states of a model, each under its name.
+
+def model_state(models: nn.Module | Mapping[str, nn.Module], *, world: int) -> ModelState:
+    """Return the parameters, persistent buffers and extra states of a model, or of several, each under its name.
 
     Parameters under a DDP module that spans the whole world are ``replicated``.
 
     Raises:
         UnsupportedLeafError: a parameter has no values yet.
     """
-    walk = _Walk(world, ModelState(root_class=type(_bare(model)).__qualname__))
-    walk.visit(model, "", replicated=False, ignored=frozenset())
+    walk = _Walk(world, ModelState())
+    if isinstance(models, nn.Module):
+        walk.enter(models, "")
+        walk.found.root_class = _class_name(models)
+        return walk.found
+    for name, model in models.items():
+        walk.enter(model, f"{name}.")
+    walk.found.root_class = {name: _class_name(model) for name, model in models.items()}
     return walk.found
+
+
+def _class_name(model: nn.Module) -> str:
+    return fsdp.class_of(_bare(model)).__qualname__
 
 
 def _wrapped(module: nn.Module) -> nn.Module | None:
@@ -77,6 +99,13 @@ class _Walk:
     world: int
     found: ModelState
     _names: dict[int, str] = field(default_factory=dict)
+    _shards: fsdp.Shards = field(default_factory=fsdp.Shards)
+
+    def enter(self, model: nn.Module, prefix: str) -> None:
+        """Note the tensors of a model."""
+        self._shards = fsdp.shards_of(model)
+        self.found.gathered += self._shards.gathered
+        self.visit(model, prefix, replicated=False, ignored=frozenset())
 
     def visit(self, module: nn.Module, prefix: str, *, replicated: bool, ignored: frozenset[str]) -> None:
         """Note the tensors of a module and of its children; ``ignored`` are names that DDP was told to leave alone."""
@@ -92,7 +121,8 @@ class _Walk:
                 self.visit(child, f"{prefix}{name}.", replicated=replicated, ignored=ignored)
 
     def _note(self, module: nn.Module, prefix: str, *, replicated: bool, ignored: frozenset[str]) -> None:
-        for name, parameter in _tensors(module._parameters):  # noqa: SLF001 - see visit
+        for name, present in _tensors(module._parameters):  # noqa: SLF001 - see visit
+            parameter = self._shards.by_place.get((id(module), name), present)
             self._note_parameter(f"{prefix}{name}", parameter, replicated=replicated, ignored=ignored)
         transient = module._non_persistent_buffers_set  # noqa: SLF001 - the only place that says so
         for name, buffer in _tensors(module._buffers):  # noqa: SLF001 - see visit
@@ -109,6 +139,8 @@ class _Walk:
             self.found.tied[name] = first
             return
         self.found.params[name] = parameter
+        if id(parameter) in self._shards.flat:
+            self.found.flat[name] = self._shards.flat[id(parameter)]
         if replicated and name not in ignored:
             self.found.replicated.add(name)
 
@@ -121,7 +153,7 @@ def _spans(module: DistributedDataParallel, world: int) -> bool:
     return world > 1 and module.process_group.size() == world
 
 
-def optimizer_names(optimizer: torch.optim.Optimizer, params: dict[str, nn.Parameter]) -> dict[int, str]:
+def optimizer_names(optimizer: torch.optim.Optimizer, params: Mapping[str, nn.Parameter]) -> dict[int, str]:
     """Return the name of each parameter of an optimizer by its ``id``.
 
     Raises:
@@ -133,6 +165,7 @@ def optimizer_names(optimizer: torch.optim.Optimizer, params: dict[str, nn.Param
             if id(parameter) not in names:
                 raise UsageError(
                     f"optimizer group {number}, parameter {position} of shape {tuple(parameter.shape)} is not in the "
-                    "model; give the hook the model that the optimizer was made for"
+                    "model; give the hook the model that the optimizer was made for, or all of them: "
+                    "model={'policy': ..., 'value': ...}"
                 )
     return names

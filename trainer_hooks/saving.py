@@ -119,8 +119,8 @@ class Saver:
         self._fill(grant, step, plan, snapshot)
 
     def _plan_for(self, snapshot: Snapshot) -> Plan:
-        if self._plan is None or not self._plan.fits(snapshot.tensors):
-            self._plan = plan_image(snapshot.tensors, self._metadata(0))
+        if self._plan is None or not self._plan.fits(snapshot.tensors, snapshot.pieces):
+            self._plan = plan_image(snapshot.tensors, self._metadata(0), snapshot.pieces)
         return self._plan
 
     def _metadata(self, step: int) -> dict[str, str]:

@@ -4,28 +4,33 @@ from __future__ import annotations
 
 from typing import Any
 
-from toprope.trainer_hooks.modules import model_state, optimizer_names
+from toprope.trainer_hooks.modules import ModelState, model_state, optimizer_names
 from toprope.trainer_hooks.state import Parts
 
 
 def spec_of(parts: Parts) -> dict[str, Any]:
     """Return classes, names, dtypes and global shapes of model and optimizer, as JSON."""
-    model = model_state(parts.model, world=1)
+    model = model_state(parts.models(), world=1)
     spec: dict[str, Any] = {
         "model": {
             "class": model.root_class,
-            "params": {name: _form(tensor) for name, tensor in model.params.items()},
+            "params": {name: _param_form(model, name) for name in model.params},
             "buffers": {name: _form(tensor) for name, tensor in model.buffers.items()},
             "tied": model.tied,
         }
     }
-    if parts.optimizer is not None:
-        names = optimizer_names(parts.optimizer, model.params)
-        spec["optimizer"] = {
-            "class": type(parts.optimizer).__qualname__,
-            "groups": [[names[id(p)] for p in group["params"]] for group in parts.optimizer.param_groups],
+    for section, optimizer in parts.optimizers().items():
+        names = optimizer_names(optimizer, model.params)
+        spec[section] = {
+            "class": type(optimizer).__qualname__,
+            "groups": [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups],
         }
     return spec
+
+
+def _param_form(model: ModelState, name: str) -> list[Any]:
+    dtype, shape = _form(model.params[name])
+    return [dtype, list(model.flat[name].shape) if name in model.flat else shape]
 
 
 def _form(tensor: Any) -> list[Any]:  # noqa: ANN401 - a tensor of any class

@@ -3,21 +3,37 @@
 from __future__ import annotations
 
 import json
-from collections.abc import MutableMapping
+import re
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import nn
 
 from toprope.trainer_hooks import rng
 from toprope.trainer_hooks.errors import UnsupportedLeafError, UsageError
-from toprope.trainer_hooks.image import check_tensor, plan_image
+from toprope.trainer_hooks.fsdp import FlatShard
+from toprope.trainer_hooks.image import Piece, check_tensor, plan_image
 from toprope.trainer_hooks.layout import owners
 from toprope.trainer_hooks.modules import ModelState, model_state, optimizer_names
+from toprope.trainer_hooks.optimizers import check_kind, owned, with_state
+from toprope.trainer_hooks.spread import (
+    LayoutError,
+    Mesh,
+    Spread,
+    as_dtensor,
+    block_of,
+    local_of,
+    refused,
+    replicas_of,
+    spread_of,
+)
 from toprope.trainer_hooks.tree import Encoder, Json
 
 FORMAT = 1
+_KEY = re.compile(r"[A-Za-z0-9_-]{1,64}")
+_T = TypeVar("_T")
 
 
 @runtime_checkable
@@ -42,11 +58,13 @@ def as_stateful(value: object) -> Stateful | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """The objects whose state is kept. Those that are None have none."""
+    """The objects whose state is kept. Those that are None have none. Of some there may be several."""
 
-    model: nn.Module
-    optimizer: torch.optim.Optimizer | None = None
-    lr_scheduler: Stateful | None = None
+    model: nn.Module | Mapping[str, nn.Module] | Sequence[nn.Module]
+    optimizer: torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer] | Sequence[torch.optim.Optimizer] | None = (
+        None
+    )
+    lr_scheduler: Stateful | Mapping[str, Stateful] | Sequence[Stateful] | None = None
     dataloader: Stateful | None = None
     scaler: Stateful | None = None
     extra: Stateful | MutableMapping[str, Any] | None = None
@@ -57,33 +75,60 @@ class Parts:
         Raises:
             UsageError: a part is not of a kind that can be kept; the message names it.
         """
-        if not isinstance(self.model, nn.Module):
-            raise UsageError(f"model is a {type(self.model).__name__}; give a torch.nn.Module")
-        if self.optimizer is not None and not isinstance(self.optimizer, torch.optim.Optimizer):
-            raise UsageError(f"optimizer is a {type(self.optimizer).__name__}; give a torch.optim.Optimizer")
-        if type(self.optimizer).__name__ == "ZeroRedundancyOptimizer":
-            raise UsageError("optimizer is a ZeroRedundancyOptimizer; sharded optimizers are not supported yet")
+        for name, model in _named("model", self.model).items():
+            if not isinstance(model, nn.Module):
+                raise UsageError(f"{name} is a {type(model).__name__}; give a torch.nn.Module")
+        for name, optimizer in self.optimizers().items():
+            check_kind(name, optimizer)
         for name, part in self.stateful().items():
             if not isinstance(part, Stateful):
                 raise UsageError(f"{name} is a {type(part).__name__} without state_dict() and load_state_dict()")
         if self.extra is not None and not isinstance(self.extra, (Stateful, MutableMapping)):
             raise UsageError(f"extra is a {type(self.extra).__name__}; give a dict, or an object with state_dict()")
 
+    def models(self) -> nn.Module | dict[str, nn.Module]:
+        """Return the model, or several by name."""
+        return self.model if isinstance(self.model, nn.Module) else _by_key("model", self.model)
+
+    def optimizers(self) -> dict[str, torch.optim.Optimizer]:
+        """Return the optimizers by the name of their section in the document."""
+        return {} if self.optimizer is None else _named("optimizer", self.optimizer)
+
     def stateful(self) -> dict[str, Stateful]:
-        """Return the parts that give and take their own state."""
-        named = {"lr_scheduler": self.lr_scheduler, "scaler": self.scaler, "dataloader": self.dataloader}
+        """Return the parts that give and take their own state, by the name of their section in the document."""
+        schedulers = {} if self.lr_scheduler is None else _named("lr_scheduler", self.lr_scheduler)
+        named = {**schedulers, "scaler": self.scaler, "dataloader": self.dataloader}
         own = getattr(self.dataloader, "generator", None)  # torchdata's loader draws from it, and leaves it to us
         if isinstance(own, torch.Generator):
             named["dataloader_generator"] = rng.Generator(own)
         return {name: part for name, part in named.items() if part is not None}
 
 
+def _named(part: str, given: _T | Mapping[str, _T] | Sequence[_T]) -> dict[str, _T]:
+    """Return one object under the name of its part, several under that and their own."""
+    if isinstance(given, (Mapping, Sequence)) and not isinstance(given, Stateful):
+        return {f"{part}.{key}": value for key, value in _by_key(part, given).items()}
+    return {part: given}
+
+
+def _by_key(part: str, given: Mapping[str, _T] | Sequence[_T]) -> dict[str, _T]:
+    found = dict(given) if isinstance(given, Mapping) else {str(number): value for number, value in enumerate(given)}
+    for key in found:
+        if type(key) is not str or _KEY.fullmatch(key) is None:
+            raise UsageError(f"{part} has the key {key!r}; give 1 to 64 letters, digits, _ and -")
+    return found
+
+
 @dataclass(slots=True)
 class Snapshot:
-    """A captured state: the document, and live tensors that are to be copied before training goes on."""
+    """A captured state: the document, and live tensors that are to be copied before training goes on.
+
+    ``pieces`` says which of them are pieces of larger ones, and where they lie in them.
+    """
 
     document: bytes
     tensors: dict[str, torch.Tensor]
+    pieces: dict[str, Piece] = field(default_factory=dict)
 
 
 def devices_of(model: ModelState) -> list[int]:
@@ -104,7 +149,8 @@ def check_values(parts: Parts, *, rank: int, world: int) -> None:
         UnsupportedLeafError: a value can't be kept exactly.
         UsageError: the optimizer is not one for this model.
     """
-    plan_image(capture(replace(parts, dataloader=None), rank=rank, world=world).tensors, {})
+    snapshot = capture(replace(parts, dataloader=None), rank=rank, world=world)
+    plan_image(snapshot.tensors, {}, snapshot.pieces)
 
 
 def capture(parts: Parts, *, rank: int, world: int) -> Snapshot:
@@ -114,27 +160,46 @@ def capture(parts: Parts, *, rank: int, world: int) -> Snapshot:
         UnsupportedLeafError: a value can't be kept exactly.
         UsageError: the optimizer is not one for this model.
     """
-    model = model_state(parts.model, world=world)
+    model = model_state(parts.models(), world=world)
     keeper = _Keeper(rank)
-    owner_of = _owners(model, world)
+    owner_of = _owners(model, rank, world)
     document: dict[str, Json] = {
         "format": FORMAT,
         "world": world,
         "rng": keeper.encoder().encode("rng", rng.streams(devices_of(model))),
         "model": _model(model, keeper, owner_of),
     }
-    if parts.optimizer is not None:
-        document["optimizer"] = _optimizer(parts.optimizer, model, keeper, owner_of)
+    for name, optimizer in parts.optimizers().items():
+        document[name] = _optimizer(name, optimizer, model, keeper, owner_of)
     for name, part in parts.stateful().items():
         document[name] = keeper.encoder().encode(name, part.state_dict())
     if parts.extra is not None:
         document["extra"] = _extra(parts.extra, keeper)
-    return Snapshot(json.dumps(document, separators=(",", ":"), allow_nan=False).encode(), keeper.tensors)
+    document["meshes"] = [{"shape": list(mesh.shape), "ranks": list(mesh.ranks)} for mesh in keeper.meshes]
+    body = json.dumps(document, separators=(",", ":"), allow_nan=False).encode()
+    return Snapshot(body, keeper.tensors, keeper.pieces)
 
 
-def _owners(model: ModelState, world: int) -> dict[str, int]:
-    sizes = {name: model.params[name].numel() * model.params[name].dtype.itemsize for name in model.replicated}
-    return owners(sizes, world=world)
+def _owners(model: ModelState, rank: int, world: int) -> dict[str, int]:
+    """Return who stores each parameter that is the same on several ranks; each of those comes to the same answer."""
+    sizes: dict[tuple[int, ...], dict[str, int]] = {}
+    for name, parameter in model.params.items():
+        ranks = _holders(name, parameter, rank, tuple(range(world)) if name in model.replicated else (rank,))
+        if len(ranks) > 1:
+            local = local_of(parameter)
+            sizes.setdefault(ranks, {})[name] = local.numel() * local.dtype.itemsize
+    return {name: owner for ranks, named in sizes.items() for name, owner in owners(named, ranks=ranks).items()}
+
+
+def _holders(name: str, tensor: torch.Tensor, rank: int, plain: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the ranks that hold the same values: for a DTensor as its mesh says, else the ``plain`` ones."""
+    dtensor = as_dtensor(tensor)
+    if dtensor is None:
+        return plain
+    try:
+        return replicas_of(spread_of(dtensor, rank=rank))
+    except LayoutError as error:
+        raise refused(f"model.{name}", error) from error
 
 
 @dataclass(slots=True)
@@ -143,30 +208,64 @@ class _Keeper:
 
     rank: int
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    pieces: dict[str, Piece] = field(default_factory=dict)
+    meshes: dict[Mesh, int] = field(default_factory=dict)
     _names: set[str] = field(default_factory=set)
 
-    def encoder(self, owner: int | None = None) -> Encoder:
-        """Return an encoder for a part of the state that ``owner`` stores; None: each rank its own."""
-        stored_by = self.rank if owner is None else owner
-        return Encoder(lambda name, tensor: self._keep(name, tensor, stored_by))
+    def encoder(
+        self, owner: int | None = None, of: torch.Tensor | None = None, flat: FlatShard | None = None
+    ) -> Encoder:
+        """Return an encoder for a part of the state that ``owner`` stores; None: each rank its own.
 
-    def _keep(self, name: str, tensor: torch.Tensor, owner: int) -> dict[str, Json]:
-        check_tensor(name, tensor)
+        ``of`` is the parameter that the part belongs to: of a DTensor's, only DTensors are the same on other ranks.
+        ``flat`` is what FSDP1 left of it.
+        """
+        plain = self.rank if owner is None or (of is not None and as_dtensor(of) is not None) else owner
+        return Encoder(lambda name, tensor: self._keep(name, tensor, plain, owner, flat))
+
+    def _keep(
+        self, name: str, tensor: torch.Tensor, plain: int, spread: int | None, flat: FlatShard | None
+    ) -> dict[str, Json]:
         unique, number = name, 1
         while unique in self._names:  # two paths may read alike: {"a.b": ...} and {"a": {"b": ...}}
             number += 1
             unique = f"{name}#{number}"
         self._names.add(unique)
-        if owner == self.rank:
-            self.tensors[unique] = tensor
-        return {"$": "tensor", "name": unique, "rank": owner, "device": tensor.device.type}
+        local = local_of(tensor)
+        check_tensor(name, local)
+        entry: dict[str, Json] = {"$": "tensor", "name": unique, "rank": plain, "device": local.device.type}
+        dtensor = as_dtensor(tensor)
+        piece = None
+        if dtensor is not None:
+            try:
+                layout = spread_of(dtensor, rank=self.rank)
+            except LayoutError as error:
+                raise refused(name, error) from error
+            entry["spread"] = self._described(layout)
+            holders = replicas_of(layout)
+            entry["rank"] = spread if spread in holders else holders[0]
+            piece = Piece(layout.shape, tuple(begin for begin, _ in block_of(layout)))
+        elif flat is not None and tensor.shape == flat.values.shape:
+            entry["flat"] = [flat.offset, flat.whole]
+            piece = Piece((flat.whole,), (flat.offset,))
+        if entry["rank"] == self.rank:
+            self.tensors[unique] = local
+            if piece is not None and piece.global_shape != tuple(local.shape):
+                self.pieces[unique] = piece
+        return entry
+
+    def _described(self, layout: Spread) -> dict[str, Json]:
+        number = self.meshes.setdefault(layout.mesh, len(self.meshes))
+        return {"mesh": number, "placements": list(layout.placements), "shape": list(layout.shape)}
 
 
 def _model(model: ModelState, keeper: _Keeper, owner_of: dict[str, int]) -> dict[str, Json]:
     return {
         "params": {
-            name: keeper.encoder(owner_of.get(name)).encode(f"model.{name}", tensor)
-            for name, tensor in model.params.items()
+            name: keeper.encoder(owner_of.get(name), parameter, model.flat.get(name)).encode(
+                f"model.{name}", model.kept(name)
+            )
+            for name, parameter in model.params.items()
         },
         "buffers": {name: keeper.encoder().encode(f"model.{name}", tensor) for name, tensor in model.buffers.items()},
         "tied": model.tied,
@@ -178,7 +277,11 @@ def _model(model: ModelState, keeper: _Keeper, owner_of: dict[str, int]) -> dict
 
 
 def _optimizer(
-    optimizer: torch.optim.Optimizer, model: ModelState, keeper: _Keeper, owner_of: dict[str, int]
+    section: str,
+    optimizer: torch.optim.Optimizer,
+    model: ModelState,
+    keeper: _Keeper,
+    owner_of: dict[str, int],
 ) -> dict[str, Json]:
     names = optimizer_names(optimizer, model.params)
     groups = []
@@ -187,18 +290,21 @@ def _optimizer(
         groups.append(
             {
                 "params": [names[id(parameter)] for parameter in group["params"]],
-                "settings": keeper.encoder().encode(f"optimizer.groups.{number}", settings),
+                "settings": keeper.encoder().encode(f"{section}.groups.{number}", settings),
             }
         )
+    mine = owned(optimizer, model.params)
     state = {}
-    for parameter, values in optimizer.state.items():
+    for parameter, values in with_state(optimizer).state.items():
         name = names.get(id(parameter))
         if name is None:
             raise UnsupportedLeafError.at(
-                "optimizer.state", f"has an entry for {parameter!r:.80}, which is no parameter"
+                f"{section}.state", f"has an entry for {parameter!r:.80}, which is no parameter"
             )
-        state[name] = keeper.encoder(owner_of.get(name)).encode(f"optimizer.state.{name}", values)
-    return {"groups": groups, "state": state}
+        owner = owner_of.get(name) if mine is None else None
+        encoder = keeper.encoder(owner, parameter, model.flat.get(name))
+        state[name] = encoder.encode(f"{section}.state.{name}", values)
+    return {"groups": groups, "state": state, "owned": mine}
 
 
 def _extra(extra: Stateful | MutableMapping[str, Any], keeper: _Keeper) -> dict[str, Json]:

@@ -31,6 +31,8 @@ class World:
     cluster: Cluster | None = None
     placement: Callable[[int], str] = lambda _: "a"
     """Which node a rank sits on."""
+    target: str = "train:main"
+    """What each rank calls, in a module that ``server`` has imported."""
     pids: dict[int, int] = field(default_factory=dict)
     starts: int = 0
 
@@ -50,7 +52,7 @@ class World:
             if self.cluster is not None:
                 env["CKPT_SOCKET"] = str(self.cluster.nodes[self.placement(rank)].socket)
             arguments = (*self.arguments, "--out", str(self.out))
-            self.pids[rank] = self.server.fork("train:main", arguments, env=env, log=self.log(rank))
+            self.pids[rank] = self.server.fork(self.target, arguments, env=env, log=self.log(rank))
 
     def log(self, rank: int) -> Path:
         """Return where a rank's standard output and error go."""

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from toprope.trainer_hooks.apply import Loaded, apply, check
-from toprope.trainer_hooks.image import Image, Target, plan_image, write_image
+from toprope.trainer_hooks.image import Image, Piece, Target, plan_image, write_image
 from toprope.trainer_hooks.state import Parts, capture
 
 
@@ -117,10 +117,14 @@ METADATA = {"job_uid": "0b" * 16, "attempt": "1", "attempt_uid": "1a" * 16, "ste
 
 
 def snapshot_file(
-    path: Path, tensors: Mapping[str, torch.Tensor], document: bytes = b"{}", metadata: Mapping[str, str] = METADATA
+    path: Path,
+    tensors: Mapping[str, torch.Tensor],
+    document: bytes = b"{}",
+    metadata: Mapping[str, str] = METADATA,
+    pieces: Mapping[str, Piece] | None = None,
 ) -> Path:
     """Write an image of these tensors as a file of exactly its length."""
-    plan = plan_image(tensors, metadata)
+    plan = plan_image(tensors, metadata, pieces or {})
     length = plan.image_bytes(len(document))
     path.write_bytes(bytes(length))
     assert write_image(Target(path), plan, tensors, document, metadata) == length

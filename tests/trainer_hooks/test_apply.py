@@ -277,10 +277,12 @@ def test_a_state_that_does_not_fit_is_refused_before_anything_is_written(
     path = save(_trained().parts(extra={"a": 5}), tmp_path / "i")
     live = tiny(seed=9)
     parts = Parts(**{"extra": {"a": 1}, **CHANGES[change](live)})
-    before = [raw(tensor) for tensor in parts.model.state_dict().values()], live.digest()
+    model = parts.models()
+    assert isinstance(model, nn.Module)
+    before = [raw(tensor) for tensor in model.state_dict().values()], live.digest()
     with pytest.raises(StateMismatchError, match=said):
         checked(parts, path)
-    assert ([raw(tensor) for tensor in parts.model.state_dict().values()], live.digest()) == before
+    assert ([raw(tensor) for tensor in model.state_dict().values()], live.digest()) == before
 
 
 def test_another_world_size_is_refused_with_both_numbers(tmp_path: Path) -> None:

@@ -118,7 +118,7 @@ def test_an_optimizer_of_another_model_is_refused() -> None:
 
 def test_the_largest_goes_first_to_the_rank_with_the_fewest_bytes() -> None:
     sizes = {"a": 10, "b": 10, "c": 7, "d": 6, "e": 1}
-    assert owners(sizes, world=2) == {"a": 0, "b": 1, "c": 0, "d": 1, "e": 1}
+    assert owners(sizes, ranks=range(2)) == {"a": 0, "b": 1, "c": 0, "d": 1, "e": 1}
 
 
 @given(st.dictionaries(st.text(max_size=3), st.integers(0, 1000), max_size=20), st.integers(1, 5), st.randoms())
@@ -126,8 +126,8 @@ def test_ownership_does_not_depend_on_the_order_of_the_parameters(
     sizes: dict[str, int], world: int, chance: random.Random
 ) -> None:
     shuffled = dict(chance.sample(list(sizes.items()), len(sizes)))
-    assert owners(sizes, world=world) == owners(shuffled, world=world)
-    assert set(owners(sizes, world=world)) == set(sizes)
+    assert owners(sizes, ranks=range(world)) == owners(shuffled, ranks=range(world))
+    assert set(owners(sizes, ranks=range(world))) == set(sizes)
 
 
 def test_the_spec_is_what_the_state_depends_on_and_no_more() -> None:

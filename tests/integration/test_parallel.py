@@ -1,0 +1,85 @@
+"""Every way to be parallel: a killed rank, and all go on bit for bit as if nothing had happened."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.support.parallel_kinds import GATE, JOB, WORLDS
+from tests.support.source import ROOT
+
+from toprope.chaos.journal import Final, JournalReader, read_finals
+from toprope.chaos.live.cluster import Cadences, Cluster, running_cluster
+from toprope.chaos.live.forking import ForkedServices, ForkServer
+from toprope.chaos.live.processes import become_subreaper
+from toprope.chaos.live.ranks import World
+from toprope.chaos.oracle import compare, torn_restores
+
+STEPS = 9
+EVERY = 2
+QUICK = {"fsdp2xtp"}
+"""In ``make test``, as the one that needs most of the code; the rest in ``make test-long``."""
+
+
+@pytest.fixture(scope="module")
+def warm() -> Iterator[ForkServer]:
+    become_subreaper()
+    with ForkServer("tests.support.parallel_rank", "torch._dynamo", path=[ROOT]) as server:
+        yield server
+
+
+def world_of(kind: str, directory: Path, warm: ForkServer, cluster: Cluster | None = None) -> World:
+    hooks = "--no-hooks" if cluster is None else "--hooks"
+    count = WORLDS[kind]
+    return World(
+        server=warm,
+        directory=directory,
+        arguments=(kind, str(STEPS), hooks),
+        world=count,
+        cluster=cluster,
+        placement=lambda rank: "ab"[rank * 2 // count],
+        target="tests.support.parallel_rank:main",
+    )
+
+
+def uninterrupted(kind: str, directory: Path, warm: ForkServer) -> tuple[Final, ...]:
+    ranks = world_of(kind, directory, warm)
+    ranks.start()
+    try:
+        ranks.finish()
+    finally:
+        ranks.stop()
+    return read_finals(ranks.out)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [k if k in QUICK else pytest.param(k, marks=pytest.mark.long) for k in WORLDS])
+def test_a_killed_rank_goes_on_bit_for_bit(
+    kind: str, tmp_path: Path, warm: ForkServer, services: ForkedServices
+) -> None:
+    expected = uninterrupted(kind, tmp_path / "reference", warm)
+    cadences = Cadences(every=EVERY, local_every=EVERY, object_every=2 * EVERY)
+    with running_cluster(tmp_path, job=JOB, cadences=cadences, launch=services) as cluster:
+        ranks = world_of(kind, tmp_path / "ranks", warm, cluster)
+        journal = JournalReader(ranks.out)
+        ranks.start()
+        try:
+            ranks.until(lambda: protected_step(cluster) == GATE, what=f"step {GATE} is protected")
+            assert ranks.kill(ranks.world - 1) == -9
+            ranks.restart()
+            (ranks.out / "go").touch()
+            ranks.finish()
+        finally:
+            ranks.stop()
+    journal.read()
+    assert {event.step for event in journal.events if event.event == "begin"} == {0, GATE}
+    judgement = compare(read_finals(ranks.out), expected, world=ranks.world)
+    assert judgement.differences == ()
+    assert judgement.identical
+    assert torn_restores(journal.events) == ()
+
+
+def protected_step(cluster: Cluster) -> int:
+    desired = cluster.desired()
+    return 0 if desired is None else desired.protected_step

@@ -1,0 +1,20 @@
+"""The ways to be parallel that are tested, for a test process that loads none of them."""
+
+from __future__ import annotations
+
+JOB = "parallel"
+GATE = 6
+WORLDS = {
+    "ddp": 2,
+    "ddp+zero1": 2,
+    "fsdp1": 2,
+    "fsdp1-flat": 2,
+    "fsdp2": 2,
+    "hsdp": 4,
+    "tp+sp": 2,
+    "expert": 2,
+    "pipeline": 2,
+    "fsdp2xtp": 4,
+    "pipelinexfsdp2": 4,
+}
+"""How many ranks each kind has."""
