@@ -5,6 +5,7 @@ BIN := .venv/bin
 STAMP := .venv/.set-up
 PYTEST_ARGS ?=
 DEMO_ARGS ?=
+STORE ?=
 COG := NO_COLOR=1 TERM=dumb COLUMNS=100 cog -P -I docs
 export PATH := $(CURDIR)/$(BIN):$(PATH):/usr/sbin
 export OMP_NUM_THREADS ?= 1
@@ -20,8 +21,8 @@ $(STAMP): pyproject.toml constraints.txt scripts/setup.sh
 	@scripts/setup.sh
 	@touch $@
 
-demo: $(STAMP) ## train on two nodes, kill one, restore from memory, compare bit for bit
-	ckpt demo $(DEMO_ARGS)
+demo: $(STAMP) ## train on two nodes, kill one, restore from memory, compare bit for bit; STORE=s3 for a bucket
+	ckpt demo $(if $(STORE),--store $(STORE)) $(DEMO_ARGS)
 
 test: lint types layers docs pytest ## everything that must pass before a change lands
 

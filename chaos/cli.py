@@ -40,6 +40,7 @@ def demo(
     ] = None,
     keep: Annotated[Path | None, typer.Option(metavar="DIR", help="Leave everything in this new directory.")] = None,
     spoil: Annotated[str, typer.Option(metavar="rng|weights", help="Make the restore wrong: must end in 'no'.")] = "",
+    store: Annotated[str, typer.Option(metavar="directory|s3", help="The object store to use.")] = "directory",
     steps: Annotated[int, typer.Option(help="Steps to train.")] = 60,
     seed: Annotated[int, typer.Option(help="Draws data order, initial weights and the step of the kill.")] = 1,
 ) -> None:
@@ -49,11 +50,13 @@ def demo(
     """
     if spoil not in ("", "rng", "weights"):
         raise UsageError(f"--spoil {spoil!r}: give rng or weights")
+    if store not in ("directory", "s3"):
+        raise UsageError(f"--store {store!r}: give directory or s3")
     if steps < _STEPS_MIN:
         raise UsageError(f"--steps {steps}: give {_STEPS_MIN} or more, to have a middle to kill in")
     if keep is not None and keep.exists() and any(keep.iterdir()):
         raise UsageError(f"--keep {keep}: give a directory that is new or empty")
-    plan = the_demo.Plan(steps=steps, seed=seed, spoil=spoil)
+    plan = the_demo.Plan(steps=steps, seed=seed, spoil=spoil, store=store)
     if keep is not None:
         good = _run(plan, keep.absolute(), json)
     else:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -14,6 +16,7 @@ import msgspec
 from toprope.chaos.journal import Event, Final, JournalReader, read_finals
 from toprope.chaos.live.cluster import Cadences, Cluster
 from toprope.chaos.live.processes import Killed, LiveError, Process, become_subreaper, tail
+from toprope.chaos.live.s3_server import running_s3
 from toprope.chaos.live.training import Training, example_script, start_agent, start_alone, start_rendezvous
 from toprope.chaos.progress import Progress
 from toprope.chaos.report import Evidence, KilledProcess, Member, Report, build
@@ -22,6 +25,7 @@ from toprope.store.objects.opening import open_store
 from toprope.store.show import read_job, record_lines
 
 JOB = "demo"
+BUCKET = "toprope-demo"
 NODES = ("a", "b")
 RANKS = 2
 WORLD = len(NODES) * RANKS
@@ -40,6 +44,7 @@ class Plan:
     step_delay_s: float = 0.1
     spoil: str = ""
     size: str = "small"
+    store: str = "directory"
 
     @property
     def kill_step(self) -> int:
@@ -70,15 +75,30 @@ def run(plan: Plan, directory: Path, progress: Progress) -> Report:
         LiveError: a process died that should not have, or something took far too long.
     """
     become_subreaper()
-    evidence = _run_with_loss(plan, directory, progress)
+    with _object_store(plan, directory, progress) as root:
+        evidence = _run_with_loss(plan, directory, root, progress)
     evidence = msgspec.structs.replace(evidence, reference=_run_without_loss(plan, directory, progress))
     return build(evidence)
 
 
-def _run_with_loss(plan: Plan, directory: Path, progress: Progress) -> Evidence:
+@contextlib.contextmanager
+def _object_store(plan: Plan, directory: Path, progress: Progress) -> Iterator[str]:
+    """Yield the root of an empty object store: a directory, or a bucket on a server that is started for it."""
+    if plan.store == "directory":
+        (directory / "store").mkdir(parents=True)
+        yield str(directory / "store")
+        return
+    progress.say("starting an S3 server (SeaweedFS) on loopback, and making a bucket")
+    with running_s3(directory / "s3") as server:
+        server.make_bucket(BUCKET)
+        os.environ.update(server.environment)  # of this process, whose children are the services
+        yield server.root(BUCKET)
+
+
+def _run_with_loss(plan: Plan, directory: Path, root: str, progress: Progress) -> Evidence:
     out = directory / "run"
     reader = JournalReader(out)
-    with Cluster(directory=directory, job=JOB, cadences=_cadences(plan)) as cluster:
+    with Cluster(directory=directory, job=JOB, cadences=_cadences(plan), root=root) as cluster:
         progress.say("starting broker, coordinator, sidecars of nodes a and b, rendezvous store")
         cluster.start_broker()
         cluster.start_coordinator()
@@ -104,7 +124,8 @@ def _run_with_loss(plan: Plan, directory: Path, progress: Progress) -> Evidence:
         finally:
             rendezvous.stop()
     progress.say("trained to the end; services stopped")
-    return _evidence(plan, blow, after=after, boot_id_new=boot_id_new, events=reader.events, directory=directory)
+    evidence = _evidence(plan, blow, after=after, boot_id_new=boot_id_new, events=reader.events, directory=directory)
+    return msgspec.structs.replace(evidence, log=job_log(root))
 
 
 def _run_without_loss(plan: Plan, directory: Path, progress: Progress) -> tuple[Final, ...]:
@@ -230,7 +251,7 @@ def _evidence(
         due_from=blow.before.cadence.from_step,
         protected_at_kill=blow.before.protected_step,
         events=tuple(events),
-        log=job_log(directory / "store"),
+        log=(),
         finals=read_finals(directory / "run"),
         reference=(),
     )
@@ -240,7 +261,7 @@ def _members(attempt: AttemptView) -> tuple[Member, ...]:
     return tuple(Member(rank=place.rank, node=place.node, boot_id=place.boot_id) for place in attempt.world)
 
 
-def job_log(store: Path) -> tuple[str, ...]:
+def job_log(root: str) -> tuple[str, ...]:
     """Return one line for each record of the job's log, in the words of ``ckpt show``."""
-    log = read_job(open_store(str(store)), JOB)
+    log = read_job(open_store(root), JOB)
     return tuple(f"{line.number:>3} {line.kind:<8} {line.what}" for line in record_lines(log.entries))

@@ -23,7 +23,9 @@ from toprope.store.names import checked_id
 app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None)
 
 Job = Annotated[str, typer.Option("--job", help="Name of the job.")]
-Store = Annotated[str, typer.Option("--store", help="The object store: a directory, or file:///path.")]
+Store = Annotated[
+    str, typer.Option("--store", help="The object store: a directory, file:///path or s3://bucket/prefix?...")
+]
 Every = Annotated[int, typer.Option("--every", help="Steps between snapshots (memory and peer).")]
 LocalEvery = Annotated[
     int, typer.Option("--local-every", help="Steps between local copies: --every times a power of two.")
@@ -112,7 +114,7 @@ def up(  # noqa: PLR0913 - the options of a service
     """
     cadence = Cadence(from_step=0, every=every, local_every=local_every, object_every=object_every)
     name = node or socket.gethostname().lower()
-    where = up_supervisor.layout(job=job, node=name, store=Path(store), directory=directory, memory_dir=memory_dir)
+    where = up_supervisor.layout(job=job, node=name, store=store, directory=directory, memory_dir=memory_dir)
     up_supervisor.up(where, cadence, announce=ready_file)
 
 

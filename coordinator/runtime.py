@@ -20,7 +20,7 @@ from toprope.coordinator.performer import Coordinator
 from toprope.coordinator.ports import Ports, Wrap, unwrapped, wrapped
 from toprope.coordinator.wire import Desired
 from toprope.store.errors import CkptError
-from toprope.store.objects.opening import open_store
+from toprope.store.objects.opening import open_store, sweep_uploads
 
 _LOG = logging.getLogger("toprope.coordinator")
 
@@ -43,6 +43,7 @@ async def run(config: Config, wrap: Wrap = unwrapped) -> None:
 
 async def _run(config: Config, wrap: Wrap, stack: AsyncExitStack, stop: asyncio.Event) -> None:
     store = await asyncio.to_thread(lambda: open_store(config.store, write=True))
+    await _sweep(config)
     coordinator = Coordinator(config)
     broker = config.broker
     if config.embedded_broker is not None:
@@ -57,6 +58,17 @@ async def _run(config: Config, wrap: Wrap, stack: AsyncExitStack, stop: asyncio.
     await coordinator.reign(
         wrapped(ports, wrap), url=url, stop=stop, on_serving=lambda: announce_ready(config, url=url, broker=broker)
     )
+
+
+async def _sweep(config: Config) -> None:
+    """Abort what uploads of this job died unfinished long ago; that it can't be done stops nobody."""
+    try:
+        swept = await asyncio.to_thread(sweep_uploads, config.store, config.job)
+    except CkptError as error:
+        _LOG.warning("unfinished uploads were not swept: %s", error)
+    else:
+        if swept:
+            _LOG.info("swept %d unfinished uploads: %s", len(swept), ", ".join(swept[:10]))
 
 
 class NoBroker:

@@ -26,6 +26,7 @@ from toprope.coordinator.config import check_cadence
 from toprope.coordinator.wire import Cadence
 from toprope.store.errors import CkptError, UsageError
 from toprope.store.names import checked_id
+from toprope.store.objects.opening import absolute_root
 
 _BACK_OFF_S = (0.2, 0.5, 1.0, 2.0, 5.0)
 _STEADY_S = 10.0
@@ -47,7 +48,7 @@ class Layout:
 
     job: str
     node: str
-    store: Path
+    store: str
     directory: Path
     memory_dir: Path
 
@@ -67,7 +68,7 @@ class Layout:
         return self.directory / "up.json"
 
 
-def layout(*, job: str, node: str, store: Path, directory: Path, memory_dir: Path | None) -> Layout:
+def layout(*, job: str, node: str, store: str, directory: Path, memory_dir: Path | None) -> Layout:
     """Return where things lie, after a check of the names.
 
     Raises:
@@ -77,7 +78,11 @@ def layout(*, job: str, node: str, store: Path, directory: Path, memory_dir: Pat
     checked_id(node, what="node")
     memory = memory_dir or Path(f"/dev/shm/toprope-{os.getuid()}") / job  # noqa: S108 - the tmpfs that slots are for
     return Layout(
-        job=job, node=node, store=store.absolute(), directory=directory.absolute() / job, memory_dir=memory.absolute()
+        job=job,
+        node=node,
+        store=absolute_root(store),
+        directory=directory.absolute() / job,
+        memory_dir=memory.absolute(),
     )
 
 
@@ -85,7 +90,7 @@ def commands(where: Layout, cadence: Cadence, *, ports: Mapping[str, int]) -> di
     """Return the command line of each child, in the order in which they are started."""
     ckpt = [sys.executable, "-m", "toprope"]
     broker, coordinator = f"127.0.0.1:{ports['broker']}", f"127.0.0.1:{ports['coordinator']}"
-    common = ["--job", where.job, "--store", str(where.store), "--broker", broker]
+    common = ["--job", where.job, "--store", where.store, "--broker", broker]
     every = ["--every", cadence.every, "--local-every", cadence.local_every, "--object-every", cadence.object_every]
     directories = ["--memory-dir", where.memory_dir, "--local-dir", where.directory / "local"]
     node = ["--node", where.node, "--coordinator", f"http://{coordinator}", "--socket", where.socket]

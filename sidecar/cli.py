@@ -29,7 +29,7 @@ def sidecar(  # noqa: PLR0913 - one parameter for each flag
     job: Annotated[str, typer.Option(help="Name of the training job.")],
     memory_dir: Annotated[Path, typer.Option(help="Directory in a tmpfs for slots and peer copies.")],
     local_dir: Annotated[Path, typer.Option(help="Directory on this node's disk for the local tier.")],
-    store: Annotated[str, typer.Option(help="Root of the object store: a directory or file:// URL.")],
+    store: Annotated[str, typer.Option(help="The object store: a directory, file:///path or s3://bucket/prefix?...")],
     coordinator: Annotated[str, typer.Option(help="URL of the coordinator; several with commas.")],
     node: Annotated[str | None, typer.Option(help="Name of this node; default: the host's name.")] = None,
     broker: Annotated[

@@ -38,7 +38,10 @@ from toprope.store.verify import CheckpointReport, plan, verify_checkpoint, veri
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
 Root = Annotated[
-    str, typer.Argument(metavar="ROOT", help="The store: a directory, or file:///path.", show_default=False)
+    str,
+    typer.Argument(
+        metavar="ROOT", help="The store: a directory, file:///path or s3://bucket/prefix?...", show_default=False
+    ),
 ]
 JobOption = Annotated[str | None, typer.Option("--job", help="The job; not needed where there is only one.")]
 StepOption = Annotated[int | None, typer.Option("--step", min=1, help="Only this step.")]

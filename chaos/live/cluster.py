@@ -74,6 +74,8 @@ class Cluster:
     cadences: Cadences = field(default_factory=Cadences)
     launch: Launch = field(default_factory=lambda: spawn)
     """Starts ``ckpt`` with some words; a fork server does it faster."""
+    root: str = ""
+    """The object store that the services use; without one, a directory."""
     nodes: dict[str, Node] = field(init=False, default_factory=dict)
     broker: Process | None = field(init=False, default=None)
     coordinator: Running | None = field(init=False, default=None)
@@ -83,7 +85,9 @@ class Cluster:
 
     def __post_init__(self) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)
-        self.store.mkdir(exist_ok=True)
+        if not self.root:
+            self.store.mkdir(exist_ok=True)
+            self.root = str(self.store)
 
     @property
     def memory(self) -> Path:
@@ -92,7 +96,7 @@ class Cluster:
 
     @property
     def store(self) -> Path:
-        """The object store's directory."""
+        """The directory that is the object store, unless another ``root`` is."""
         return self.directory / "store"
 
     @property
@@ -113,7 +117,7 @@ class Cluster:
         """Start a coordinator and wait until it serves, on the same port each time."""
         ready = self._ready_file("coordinator")
         every = self.cadences
-        arguments = ["--job", self.job, "--store", str(self.store), "--listen", f"127.0.0.1:{self._coordinator_port}"]
+        arguments = ["--job", self.job, "--store", self.root, "--listen", f"127.0.0.1:{self._coordinator_port}"]
         arguments += ["--broker", f"127.0.0.1:{self._broker_port}", "--ready-file", str(ready)]
         arguments += ["--every", str(every.every), "--local-every", str(every.local_every)]
         arguments += ["--object-every", str(every.object_every)]
@@ -130,7 +134,7 @@ class Cluster:
         ready = self._ready_file(f"sidecar-{name}")
         arguments = ["--job", self.job, "--node", name, "--coordinator", self.coordinator_url]
         arguments += ["--broker", f"127.0.0.1:{self._broker_port}", "--memory-dir", str(node.memory_dir)]
-        arguments += ["--local-dir", str(node.local_dir), "--store", str(self.store), "--socket", str(node.socket)]
+        arguments += ["--local-dir", str(node.local_dir), "--store", self.root, "--socket", str(node.socket)]
         arguments += ["--ready-file", str(ready)]
         words = ["sidecar", *arguments]
         node.sidecar = self.launch(f"sidecar of node {name}", words, log=self.log(f"sidecar-{name}"), env=env or {})

@@ -86,7 +86,9 @@ def test_a_demo_that_is_told_to_end_cleans_up_and_is_no_success(
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-@pytest.mark.parametrize("words", [("--spoil", "data"), ("--steps", "11"), ("--keep", "{full}"), ("--what",)])
+@pytest.mark.parametrize(
+    "words", [("--spoil", "data"), ("--steps", "11"), ("--store", "tape"), ("--keep", "{full}"), ("--what",)]
+)
 def test_wrong_use_is_one_line_and_status_64_and_starts_nothing(
     ends: list[Report], tmp_path: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, ...]
 ) -> None:

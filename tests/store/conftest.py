@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import secrets
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
 import pytest
-from tests.support.strict_s3 import ACCESS_KEY, StrictS3, strict_s3, write_credentials
+from tests.support.strict_s3 import ACCESS_KEY, StrictS3, environment, strict_s3, write_credentials
 
 from toprope.chaos.live.s3_server import S3Server, running_s3
 from toprope.store.objects.retry import BackOff
@@ -36,10 +35,9 @@ def strict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StrictS3
     """A strict server of this process; credentials that it takes are in a file that the environment names."""
     credentials = tmp_path / "credentials"
     write_credentials(credentials, ACCESS_KEY)
-    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(credentials))
-    monkeypatch.setenv("AWS_CONFIG_FILE", os.devnull)
-    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
-    for name in ("AWS_PROFILE", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_ENDPOINT_URL", "AWS_REGION"):
+    for name, value in environment(credentials).items():
+        monkeypatch.setenv(name, value)
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_ENDPOINT_URL", "AWS_REGION"):
         monkeypatch.delenv(name, raising=False)
     with strict_s3() as server:
         yield server

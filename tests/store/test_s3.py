@@ -501,6 +501,7 @@ def test_a_store_that_cannot_be_reached_is_one_line(monkeypatch: pytest.MonkeyPa
             open_store(root, write=True)
         assert "\n" not in str(caught.value)
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", os.devnull)
+    monkeypatch.delenv("AWS_PROFILE")
     with pytest.raises(UsageError, match="no usable credentials"):
         open_store(strict.root(), write=True)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import hashlib
+import os
 import re
 import secrets
 import threading
@@ -44,6 +45,7 @@ Operation: TypeAlias = Literal[
 Fault: TypeAlias = Literal[
     "409 ConditionalRequestConflict",
     "503 SlowDown",
+    "403 AccessDenied",
     "500 InternalError",
     "done, then 404 NoSuchUpload",
     "done, then 412 PreconditionFailed",
@@ -324,6 +326,16 @@ class StrictS3:
 def write_credentials(path: Path, access_key: str) -> None:
     """Put credentials where an SDK finds them."""
     path.write_text(f"[default]\naws_access_key_id = {access_key}\naws_secret_access_key = {SECRET_KEY}\n")
+
+
+def environment(credentials: Path) -> dict[str, str]:
+    """The environment in which an SDK finds these credentials and no others."""
+    return {
+        "AWS_SHARED_CREDENTIALS_FILE": str(credentials),
+        "AWS_CONFIG_FILE": os.devnull,
+        "AWS_EC2_METADATA_DISABLED": "true",
+        "AWS_PROFILE": "default",
+    }
 
 
 def crc32(body: bytes) -> str:
