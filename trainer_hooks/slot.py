@@ -97,20 +97,26 @@ def write_page(path: Path, page: Page) -> None:
 
 
 def _newest(raw: bytes) -> tuple[int, Page]:
-    found: list[tuple[int, bytes]] = []
+    found: list[tuple[int, Page]] = []
     for start in (0, CELL_BYTES):
         cell = raw[start : start + CELL_BYTES]
         if len(cell) < CELL_BYTES:
             continue
         crc, length, count = _HEAD.unpack_from(cell)
         body = cell[_HEAD.size : _HEAD.size + length]
-        if length <= CELL_BYTES - _HEAD.size and zlib.crc32(cell[4 : _HEAD.size + length]) == crc:
-            found.append((count, body))
-    if not found:
-        return 0, Page()
-    count, body = max(found)
-    values = json.loads(body)
-    return count, Page(**{**values, "state": SlotState(values["state"])})
+        whole = length <= CELL_BYTES - _HEAD.size and zlib.crc32(cell[4 : _HEAD.size + length]) == crc
+        if whole and (page := _decoded(body)) is not None:
+            found.append((count, page))
+    return max(found, key=lambda one: one[0], default=(0, Page()))
+
+
+def _decoded(body: bytes) -> Page | None:
+    """Return the page, or None when another version wrote it: its lock still says whether its owner lives."""
+    try:
+        values = json.loads(body)
+        return Page(**{**values, "state": SlotState(values["state"])})
+    except (ValueError, KeyError, TypeError):
+        return None
 
 
 def lock_holder(path: Path) -> int | None:

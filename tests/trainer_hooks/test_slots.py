@@ -5,8 +5,10 @@ from __future__ import annotations
 import fcntl
 import os
 import signal
+import struct
 import subprocess
 import sys
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -190,6 +192,17 @@ def _in_child(action: Callable[[wire.Slot], None], slot: wire.Slot) -> int:
             os._exit(1)
         os._exit(0)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def test_a_page_of_another_version_is_an_empty_one_and_is_written_over(tmp_path: Path) -> None:
+    path = tmp_path / "page"
+    body = b'{"state":"HASHED","seq":4,"colour":"red"}'
+    counted = struct.pack("<IQ", len(body), 1) + body
+    cell = struct.pack("<I", zlib.crc32(counted)) + counted
+    path.write_bytes(bytes(CELL_BYTES) + cell.ljust(CELL_BYTES, b"\0"))
+    assert read_page(path) == Page()
+    write_page(path, Page(seq=5))
+    assert read_page(path).seq == 5
 
 
 def test_a_kill_in_mid_copy_leaves_writing_and_a_free_lock(tmp_path: Path) -> None:
