@@ -90,6 +90,7 @@ SERVICE_ERRORS = {
     "FencedError": 1,
     "UsageError": 64,
     "UnavailableError": 4,
+    "ThrottledError": 4,
     "NothingToVerifyError": 3,
     "StoreError": 2,
     "AlreadyExistsError": 2,

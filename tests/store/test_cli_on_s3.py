@@ -38,7 +38,6 @@ def strict_root(server: StrictS3) -> str:
     return server.root("team/runs")
 
 
-@pytest.mark.fault("B120")
 def test_verify_finds_what_is_damaged_on_a_later_page(strict: StrictS3, capsys: pytest.CaptureFixture[str]) -> None:
     root = strict_root(strict)
     small_store(open_store(root, write=True), steps=(10, 20, 30))
