@@ -11,7 +11,7 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable, Generator, Iterator
 from dataclasses import dataclass
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar, assert_never
 
 import msgspec
 
@@ -283,6 +283,8 @@ def perform(store: ObjectStore, call: Call) -> bytes | None:
         case Sleep():
             time.sleep(call.seconds)
             return None
+        case _:
+            assert_never(call)
 
 
 def run_steps(steps: Steps[_T], call: Callable[[Call], bytes | None]) -> _T:
