@@ -18,10 +18,12 @@ class Metrics:
         self.nodes_alive = self._gauge("toprope_nodes_alive", "Nodes that are heard or answer")
         self.placements_unmet = self._gauge("toprope_placements_unmet", "Nodes whose copies have no safe place")
         self.broker_connected = self._gauge("toprope_coordinator_broker_connected", "1 while the broker is connected")
-        self.attempts_opened = self._counter("toprope_attempts_opened", "Attempts that this coordinator opened")
-        self.steps_ready = self._counter("toprope_steps_ready", "Steps that this coordinator made READY")
-        self.commits_failed = self._counter("toprope_commits_failed", "Steps that did not become READY when tried")
-        self.requests_refused = self._counter("toprope_attempts_refused", "Requests for an attempt that got none")
+        self.attempts_opened = self._counter("toprope_attempts_opened_total", "Attempts that this coordinator opened")
+        self.steps_ready = self._counter("toprope_steps_ready_total", "Steps that this coordinator made READY")
+        self.commits_failed = self._counter(
+            "toprope_commits_failed_total", "Steps that did not become READY when tried"
+        )
+        self.requests_refused = self._counter("toprope_attempts_refused_total", "Requests for an attempt that got none")
 
     def _gauge(self, name: str, text: str) -> Gauge:
         return Gauge(name, text, registry=self.registry)
