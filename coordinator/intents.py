@@ -10,8 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from toprope.coordinator.readiness import Receipt
+from toprope.store.errors import CorruptObjectError, UsageError
 from toprope.store.fold import JobState
 from toprope.store.manifest import Index, Manifest, Shard
+from toprope.store.names import Key, index_key
 from toprope.store.records import Attempt, AttemptFacts, Held, Job, Ready, Struck
 
 
@@ -82,6 +84,34 @@ def make_attempt(state: JobState, intent: OpenAttempt, *, spec_sha256: str, fact
         spec_sha256=spec_sha256,
         why=intent.why,
     )
+
+
+def index_keys(state: JobState, intent: CommitStep) -> tuple[Key, ...]:
+    """Return the keys of the indexes of a step, computed: nothing is read because a node says that it lies there.
+
+    Raises:
+        CorruptObjectError: a receipt names another key.
+    """
+    return tuple(_index_key(state, intent, receipt) for receipt in intent.receipts)
+
+
+def _index_key(state: JobState, intent: CommitStep, receipt: Receipt) -> Key:
+    copy, world = receipt.copy, len(intent.receipts)
+    said = f"the receipt of rank {copy.rank} from node {receipt.node} names the index {copy.index_key[:200]!r}"
+    try:
+        key = index_key(
+            state.job,
+            attempt=intent.attempt,
+            step=intent.step,
+            rank=copy.rank,
+            world=world,
+            sha256=copy.index_sha256,
+        )
+    except UsageError as error:
+        raise CorruptObjectError(f"{said} of SHA-256 {copy.index_sha256[:80]!r}: {error}") from error
+    if copy.index_key != key:
+        raise CorruptObjectError(f"{said}; expected {key}")
+    return key
 
 
 def make_manifest(state: JobState, intent: CommitStep, indexes: Sequence[Index]) -> Manifest | str:

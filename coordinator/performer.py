@@ -34,7 +34,15 @@ from toprope.coordinator.events import (
     SeenDesired,
     Ticked,
 )
-from toprope.coordinator.intents import CommitStep, OpenAttempt, make_attempt, make_manifest, make_ready, make_spec
+from toprope.coordinator.intents import (
+    CommitStep,
+    OpenAttempt,
+    index_keys,
+    make_attempt,
+    make_manifest,
+    make_ready,
+    make_spec,
+)
 from toprope.coordinator.journal import Journal
 from toprope.coordinator.log import Log
 from toprope.coordinator.metrics import Metrics
@@ -314,12 +322,9 @@ class Coordinator:
         """Make a step READY; return what is in the way if it never can be."""
         indexes = [
             manifest.decode(
-                await self._ports.store.read(Key(receipt.copy.index_key), uncached=True),
-                Index,
-                key=receipt.copy.index_key,
-                expected_sha256=receipt.copy.index_sha256,
+                await self._ports.store.read_index(key), Index, key=key, expected_sha256=receipt.copy.index_sha256
             )
-            for receipt in intent.receipts
+            for receipt, key in zip(intent.receipts, index_keys(self._log.state, intent), strict=True)
         ]
         made = make_manifest(self._log.state, intent, indexes)
         if isinstance(made, str):

@@ -26,6 +26,13 @@ class StorePort(Protocol):
     async def read(self, key: Key, *, uncached: bool = False) -> bytes:
         """Return an object; raises as ``ObjectStore.read``."""
 
+    async def read_index(self, key: Key) -> bytes:
+        """Return an index as the medium has it; raises as ``ObjectStore.read``.
+
+        Raises:
+            CorruptObjectError: it is longer than an index may be.
+        """
+
     async def files(self, state: JobState, seq: int) -> tuple[File, ...]:
         """Return the files of a READY checkpoint by rank, each there and as long as it should be.
 

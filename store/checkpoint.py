@@ -60,7 +60,7 @@ def read_manifest(store: ObjectStore, state: JobState, seq: int) -> tuple[Manife
     """
     ready = state.readies[seq]
     key = manifest_key(state.job, attempt=ready.attempt, step=ready.step, sha256=ready.manifest_sha256)
-    body = _read_capped(store, key, limit=MAX_MANIFEST_BYTES)
+    body = read_capped(store, key, limit=MAX_MANIFEST_BYTES)
     manifest = decode(body, Manifest, key=key, expected_sha256=ready.manifest_sha256)
     said = (manifest.job, manifest.job_uid, manifest.attempt, manifest.attempt_uid, manifest.step)
     expected = (state.job, state.job_uid, ready.attempt, ready.attempt_uid, ready.step)
@@ -83,7 +83,7 @@ def read_index(store: ObjectStore, manifest: Manifest, shard: Shard) -> Index:
     key = _index_key(manifest, shard)
     if shard.index_key != key:
         raise CorruptObjectError(f"{key}: the manifest names {shard.index_key!r} instead")
-    body = _read_capped(store, key, limit=MAX_INDEX_BYTES)
+    body = read_capped(store, key, limit=MAX_INDEX_BYTES)
     index = decode(body, Index, key=key, expected_sha256=shard.index_sha256)
     said = (index.job_uid, index.attempt, index.attempt_uid, index.step, index.rank, index.world)
     expected = (*_identity(manifest), shard.rank, manifest.world)
@@ -256,8 +256,14 @@ def _damage(
     )
 
 
-def _read_capped(store: ObjectStore, key: Key, *, limit: int) -> bytes:
+def read_capped(store: ObjectStore, key: Key, *, limit: int, uncached: bool = False) -> bytes:
+    """Return an object, ``uncached`` as in ``ObjectStore.read``, unless it is longer than it may be.
+
+    Raises:
+        CorruptObjectError: it is longer than ``limit``.
+        MissingObjectError: it is not there.
+    """
     size = store.size(key)
     if size > limit:
         raise CorruptObjectError(f"{key}: {size} bytes; at most {limit}")
-    return store.read(key)
+    return store.read(key, uncached=uncached)

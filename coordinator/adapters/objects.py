@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 
-from toprope.store.checkpoint import read_index, read_manifest
+from toprope.store.checkpoint import read_capped, read_index, read_manifest
 from toprope.store.digest import digest_of_object
 from toprope.store.errors import AlreadyExistsError, CorruptObjectError
 from toprope.store.fold import JobState
-from toprope.store.manifest import File
+from toprope.store.manifest import MAX_INDEX_BYTES, File
 from toprope.store.names import Key
 from toprope.store.objects.protocol import ObjectStore
 
@@ -37,6 +37,10 @@ class ThreadedStore:
     async def read(self, key: Key, *, uncached: bool = False) -> bytes:
         """Return an object."""
         return await asyncio.to_thread(self._store.read, key, uncached=uncached)
+
+    async def read_index(self, key: Key) -> bytes:
+        """Return an index as the medium has it."""
+        return await asyncio.to_thread(read_capped, self._store, key, limit=MAX_INDEX_BYTES, uncached=True)
 
     async def files(self, state: JobState, seq: int) -> tuple[File, ...]:
         """Return the files of a READY checkpoint by rank, each there and as long as it should be."""

@@ -22,7 +22,7 @@ from toprope.store import manifest
 from toprope.store.digest import digest
 from toprope.store.errors import FencedError
 from toprope.store.log import read_log
-from toprope.store.manifest import File, Index, Manifest
+from toprope.store.manifest import MAX_INDEX_BYTES, File, Index, Manifest
 from toprope.store.names import Key, index_key, manifest_key, shard_key
 
 PATIENCE_S = 20.0
@@ -188,6 +188,45 @@ async def test_an_index_of_other_bytes_than_its_name_makes_nothing_ready() -> No
     async with reigning() as live:
         copy = live.upload(await opened(live), 3)
         live.store.objects[Key(copy.index_key)] += b" "
+        live.say()
+        await live.failed_commits(1)
+    assert not read_log(live.store, JOB).readies
+
+
+@pytest.mark.parametrize("lie", ["another key", "no key", "another digest", "no digest"])
+async def test_an_index_is_read_only_where_its_name_says_that_it_lies(lie: str) -> None:
+    class Watched(FakeStore):
+        def read(self, key: Key, *, start: int = 0, length: int | None = None, uncached: bool = False) -> bytes:
+            assert ".index." not in key, f"{key} was read because a node named it"
+            return super().read(key, start=start, length=length)
+
+    async with reigning(Watched()) as live:
+        copy = live.upload(await opened(live), 3)
+        other = Key(copy.index_key.replace("rank-00000-of-00001", "rank-00000-of-00002"))
+        live.store.objects[other] = live.store.objects[Key(copy.index_key)]
+        changes: dict[str, dict[str, str]] = {
+            "another key": {"index_key": other},
+            "no key": {"index_key": "../../etc/passwd"},
+            "another digest": {"index_sha256": "77" * 32},
+            "no digest": {"index_sha256": "../../etc/passwd"},
+        }
+        live.node.copies[-1] = msgspec.structs.replace(copy, **changes[lie])
+        live.say()
+        await live.failed_commits(1)
+    assert not read_log(live.store, JOB).readies
+
+
+async def test_an_index_that_is_too_long_is_not_read() -> None:
+    class Bloated(FakeStore):
+        def size(self, key: Key) -> int:
+            return MAX_INDEX_BYTES + 1 if ".index." in key else super().size(key)
+
+        def read(self, key: Key, *, start: int = 0, length: int | None = None, uncached: bool = False) -> bytes:
+            assert ".index." not in key
+            return super().read(key, start=start, length=length)
+
+    async with reigning(Bloated()) as live:
+        live.upload(await opened(live), 3)
         live.say()
         await live.failed_commits(1)
     assert not read_log(live.store, JOB).readies
