@@ -277,14 +277,11 @@ class S3Store:
             last = "" if length is None else start + length - 1
             answer = client.get_object(Bucket=self._bucket, Key=name, Range=f"bytes={start}-{last}")
         with contextlib.closing(answer["Body"]) as stream:
-            wanted = self._checked(key, answer, start=start, length=length)
-            body: bytes = stream.read()
-        if len(body) != wanted:
-            raise UnavailableError(f"{key}: store {self._where} sent {len(body)} of {wanted} bytes")
-        return body
+            self._check(key, answer, start=start, length=length)
+            return stream.read()  # all of them, or it is an error of the client
 
-    def _checked(self, key: Key, answer: GetObjectOutputTypeDef, *, start: int, length: int | None) -> int:
-        """Return how many bytes are to come, after a check that they are the ones that were asked for."""
+    def _check(self, key: Key, answer: GetObjectOutputTypeDef, *, start: int, length: int | None) -> None:
+        """Raise unless the bytes that are to come are the ones that were asked for."""
         pinned = self._pins.get(key, answer["ETag"])
         if answer["ETag"] != pinned:
             self._pins.pop(key, None)
@@ -296,7 +293,6 @@ class S3Store:
             raise CorruptObjectError(f"{key}: ends at byte {total}, expected at least {start + wanted}")
         if begin != start or answer["ContentLength"] != wanted:
             raise UnavailableError(f"{key}: store {self._where} does not send the range that it was asked for")
-        return wanted
 
     def _head(self, key: Key) -> HeadObjectOutputTypeDef:
         def head(client: S3Client) -> HeadObjectOutputTypeDef:
@@ -341,6 +337,8 @@ class S3Store:
             return do(client)
         except FOREIGN as error:
             raise translated(error, what=what, where=self._where) from error
+        except KeyError as error:
+            raise UnavailableError(f"{what}: store {self._where} answered without {error}, as no S3 does") from error
 
 
 class _Reader:

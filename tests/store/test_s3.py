@@ -161,6 +161,13 @@ def test_an_upload_that_fails_is_aborted_even_if_the_abort_fails_once(strict: St
     assert len(strict.asked("UploadPart")) < 60
 
 
+def test_an_upload_that_another_swept_is_given_up(strict: StrictS3) -> None:
+    strict.on_call = lambda call: strict.uploads.clear() if call.part == 3 else None
+    with pytest.raises(UnavailableError, match="no longer known"):
+        in_parts(strict).create(KEY, LARGE)
+    assert strict.objects == {}
+
+
 @pytest.mark.fault("B127")
 def test_an_upload_that_is_cancelled_is_aborted(strict: StrictS3) -> None:
     def cancel(_: float) -> None:
@@ -354,6 +361,25 @@ def test_an_answer_that_ends_early_is_no_object(strict: StrictS3) -> None:
         with pytest.raises(UnavailableError):
             store.read(KEY, length=length)
     assert store.read(KEY) == LARGE
+
+
+def test_an_answer_that_does_not_tell_its_length_is_none(strict: StrictS3) -> None:
+    store = store_on(strict)
+    store.create(KEY, LARGE)
+    strict.rules.append(Rule(operation="GetObject", fault="no length told"))
+    with pytest.raises(UnavailableError, match="without 'ContentLength'"):
+        store.read(KEY)
+    assert store.read(KEY) == LARGE
+
+
+def test_a_server_that_ignores_ranges_is_no_source(strict: StrictS3) -> None:
+    strict.honours_ranges = False
+    store = store_on(strict)
+    store.create(KEY, LARGE)
+    assert store.read(KEY, length=len(LARGE)) == LARGE
+    for start, length in ((0, 5), (5, 5), (len(LARGE) - 5, 5)):
+        with pytest.raises(UnavailableError, match="does not send the range"):
+            store.read(KEY, start=start, length=length)
 
 
 def test_an_object_that_rotted_in_the_store_is_corrupt(strict: StrictS3) -> None:

@@ -54,6 +54,7 @@ Fault: TypeAlias = Literal[
     "reply lost",
     "lands late",
     "body cut short",
+    "no length told",
 ]
 
 
@@ -116,6 +117,7 @@ class StrictS3:
     min_part_bytes: int = 5 * 1024 * 1024
     checksums: Literal["checked", "refused", "ignored"] = "checked"
     honours_conditions: bool = True
+    honours_ranges: bool = True
     clock_ahead: timedelta = timedelta()
     max_skew: timedelta = timedelta(minutes=15)
     expired: set[str] = field(default_factory=set)
@@ -253,7 +255,7 @@ class StrictS3:
         stored = self._object(call)
         headers = {"ETag": stored.etag} | stored.metadata | self._crc_header(stored)
         wanted = re.fullmatch(r"bytes=(\d+)-(\d*)", call.headers.get("range", ""))
-        if wanted is None:
+        if wanted is None or not self.honours_ranges:
             return Answer(body=stored.body, headers=headers)
         begin, total = int(wanted[1]), len(stored.body)
         if begin >= total:
@@ -422,23 +424,23 @@ class Handler(BaseHTTPRequestHandler):
             _, _, status, code = fault.split()
             self._refuse(int(status), code)
         else:
-            self._send(answer, cut_short=fault == "body cut short")
+            self._send(answer, cut_short=fault == "body cut short", tell_length=fault != "no length told")
 
     def _refuse(self, status: int, code: str) -> None:
         text = f"<Error><Code>{code}</Code><Message>{code} (text with {SECRET_KEY})</Message></Error>"
         self._send(Answer(status=status, body=text.encode(), headers={"Content-Type": "application/xml"}))
 
-    def _send(self, answer: Answer, *, cut_short: bool = False) -> None:
+    def _send(self, answer: Answer, *, cut_short: bool = False, tell_length: bool = True) -> None:
         self.send_response_only(answer.status)
         self.send_header("Date", format_datetime(self.state.now(), usegmt=True))
         for name, value in answer.headers.items():
             self.send_header(name, value)
-        if answer.status != 204:
+        if answer.status != 204 and tell_length:
             self.send_header("Content-Length", str(len(answer.body)))
         self.end_headers()
         if self.command != "HEAD":
             self.wfile.write(answer.body[: len(answer.body) // 2] if cut_short else answer.body)
-        self.close_connection = self.close_connection or cut_short
+        self.close_connection = self.close_connection or cut_short or not tell_length
 
     def _hang_up(self) -> None:
         self.close_connection = True
