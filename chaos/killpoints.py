@@ -2,8 +2,9 @@
 
 A process that runs under ``python -m toprope.chaos.killpoints sidecar|coordinator …`` (or calls ``points_from_env``)
 appends the name of each point that it passes to the file ``CKPT_KILL_LOG``, and SIGKILLs itself at the point that it
-then finds in the file ``CKPT_KILL_FILE``. A point is ``before:<port>.<method>`` or ``after:<port>.<method>``. The
-product has no code for this: its runtimes let every port be wrapped.
+then finds in the file ``CKPT_KILL_FILE``, or when it comes by there for the second or third time, as the file says. A
+point is ``before:<port>.<method>`` or ``after:<port>.<method>``. The product has no code for this: its runtimes let
+every port be wrapped.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import os
 import signal
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -31,6 +33,7 @@ class KillPoints:
 
     def __init__(self, *, log: Path | None, armed: Path | None) -> None:
         self._armed = armed
+        self._came_by: Counter[tuple[str, int]] = Counter()
         self._log = None if log is None else os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
 
     def wrap(self, name: str, port: P) -> P:
@@ -63,8 +66,11 @@ class KillPoints:
         """Note the point; die if it is armed now."""
         if self._log is not None:
             os.write(self._log, f"{time.monotonic():.6f} {point}\n".encode())
-        if self._armed is not None and armed_point(self._armed) == point:
-            os.kill(os.getpid(), signal.SIGKILL)
+        if self._armed is not None:
+            armed, occurrence = armed_point(self._armed)
+            self._came_by[armed, occurrence] += armed == point
+            if self._came_by[armed, occurrence] >= occurrence > 0:
+                os.kill(os.getpid(), signal.SIGKILL)
 
 
 class _Wrapped:
@@ -86,19 +92,29 @@ def points_from_env() -> KillPoints:
     return KillPoints(log=None if log is None else Path(log), armed=None if armed is None else Path(armed))
 
 
-def arm(file: Path, point: str) -> None:
-    """Let the process that watches this file die at the point, from now on; an empty point disarms."""
-    temporary = file.with_suffix(".tmp")
-    temporary.write_text(point)
-    temporary.rename(file)
+def arm(file: Path, point: str, occurrence: int = 1) -> None:
+    """Let the process that watches this file die when it passes the point for the n-th time from now on."""
+    _set(file, f"{occurrence} {point}")
 
 
-def armed_point(file: Path) -> str:
-    """Return the armed point, empty when there is none."""
+def disarm(file: Path) -> None:
+    """Let the process that watches this file live."""
+    _set(file, "0 -")
+
+
+def armed_point(file: Path) -> tuple[str, int]:
+    """Return the armed point and at which occurrence it kills: 0 when none is armed."""
     try:
-        return file.read_text()
+        occurrence, point = file.read_text().split()
     except FileNotFoundError:
-        return ""
+        return "", 0
+    return point, int(occurrence)
+
+
+def _set(file: Path, text: str) -> None:
+    temporary = file.with_suffix(".tmp")
+    temporary.write_text(text)
+    temporary.rename(file)
 
 
 def passed(log: Path) -> list[tuple[float, str]]:

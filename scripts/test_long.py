@@ -1,7 +1,8 @@
 """``make test-long``: runs each long check in a process of its own, goes on where it stopped, records the results.
 
-A check that has passed on the same source isn't run again. State is in ``.test-long/``; the table that people read is
-``docs/results/long.md``.
+A check is one test function with all its cases that are marked ``long``, or a program. One that has passed on the same
+source isn't run again; ``-k WORD`` runs only those whose name has the word in it. State is in ``.test-long/``; the page
+that people read is ``docs/results/long.md``, with what the tests measured (``record_property``).
 """
 
 from __future__ import annotations
@@ -9,12 +10,14 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import os
 import platform
 import subprocess
 import sys
 import time
+import xml.etree.ElementTree as ET
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -33,12 +36,15 @@ class Check:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """What came of a check on one state of the source."""
+    """What came of a check on one state of the source. ``cases`` counts those that passed and all."""
 
     name: str
     source: str
+    commit: str
     status: int
     seconds: float
+    cases: tuple[int, int] = (0, 0)
+    facts: dict[str, str] = field(default_factory=dict)
 
 
 def checks() -> list[Check]:
@@ -51,13 +57,14 @@ def checks() -> list[Check]:
     listing = _run((python, "-m", "pytest", "--collect-only", "-q", "-m", "long", "-p", "no:randomly"))
     if listing.returncode not in {0, 5}:  # 5: no test is marked
         raise SystemExit(f"test-long: pytest could not collect the long tests:\n{listing.stdout}")
-    names = [line for line in listing.stdout.splitlines() if "::" in line]
-    return fixed + [Check(name=name, command=(python, "-m", "pytest", "-q", name)) for name in names]
+    cases = [line for line in listing.stdout.splitlines() if "::" in line]
+    functions = dict.fromkeys(case.partition("[")[0] for case in cases)
+    return fixed + [Check(name=name, command=(python, "-m", "pytest", "-q", "-m", "long", name)) for name in functions]
 
 
 def source_digest() -> str:
-    """Return a digest of everything that git tracks but the results, as it lies in the working tree."""
-    names = _run(("git", "ls-files", "-z", "--", ".", ":!docs/results")).stdout.split("\0")
+    """Return a digest of all that git tracks but what is only read by people, as it lies in the working tree."""
+    names = _run(("git", "ls-files", "-z", "--", ".", ":!docs", ":!changes", ":!*.md")).stdout.split("\0")
     total = hashlib.sha256()
     for name in sorted(filter(None, names)):
         path = ROOT / name
@@ -76,32 +83,59 @@ def recorded() -> list[Result]:
 
 def run(check: Check, *, source: str) -> Result:
     """Run one check; what it prints goes to a file in ``.test-long/``."""
-    log = STATE / (hashlib.sha256(check.name.encode()).hexdigest()[:12] + ".log")
+    stem = hashlib.sha256(check.name.encode()).hexdigest()[:12]
+    log, report = STATE / f"{stem}.log", STATE / f"{stem}.xml"
+    report.unlink(missing_ok=True)
+    command = (*check.command, f"--junitxml={report}") if "pytest" in check.command else check.command
     begin = time.monotonic()
     with log.open("wb") as output:
         try:
             done = subprocess.run(
-                check.command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, check=False, timeout=TIMEOUT_S
+                command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, check=False, timeout=TIMEOUT_S
             )
             status = done.returncode
         except subprocess.TimeoutExpired:
             status = 124
-    result = Result(name=check.name, source=source, status=status, seconds=round(time.monotonic() - begin, 1))
+    seconds = round(time.monotonic() - begin, 1)
+    cases, facts = told_by(report)
+    result = Result(
+        name=check.name, source=source, commit=_commit(), status=status, seconds=seconds, cases=cases, facts=facts
+    )
     with (STATE / "results.jsonl").open("a") as journal:
         journal.write(json.dumps(asdict(result)) + "\n")
     say(f"{'passed' if status == 0 else f'FAILED ({status}), see {log}'}  {result.seconds:7.1f} s  {check.name}")
     return result
 
 
+def told_by(report: Path) -> tuple[tuple[int, int], dict[str, str]]:
+    """Return how many cases passed and how many there were, and what the tests measured, from pytest's XML."""
+    if not report.exists():
+        return (0, 0), {}
+    root = ET.parse(report).getroot()  # noqa: S314 - written by the pytest that we ran
+    cases = root.findall(".//testcase")
+    bad = [case for case in cases if any(case.find(kind) is not None for kind in ("failure", "error", "skipped"))]
+    facts = {one.get("name", ""): one.get("value", "") for one in root.findall(".//testcase/properties/property")}
+    return (len(cases) - len(bad), len(cases)), facts
+
+
 def page(results: Sequence[Result], *, source: str, total: int) -> str:
     """Return the page of results."""
     passed = sum(result.status == 0 for result in results)
-    rows = "\n".join(f"| `{result.name}` | {_outcome(result)} | {result.seconds} |" for result in results)
+    rows = "\n".join(
+        f"| `{result.name}` | {_outcome(result)} | {_cases(result)} | {result.seconds} | {result.commit} |"
+        for result in results
+    )
+    facts = "\n".join(
+        f"\n`{result.name}`\n\n" + "\n".join(f"- {name}: {value}" for name, value in result.facts.items())
+        for result in results
+        if result.facts
+    )
     return (
         "# Long tests\n\n"
-        f"Written by `make test-long`: {passed} of {total} passed. Source `{source}`, commit `{_commit()}`, "
-        f"Python {platform.python_version()}, {platform.machine()}.\n\n"
-        f"| check | outcome | seconds |\n| --- | --- | --- |\n{rows}\n"
+        f"Written by `make test-long`: {passed} of {total} passed. Source `{source}`, Python "
+        f"{platform.python_version()}, {platform.machine()}, {os.cpu_count()} CPUs that others use too.\n\n"
+        f"| check | outcome | cases passed | seconds | commit |\n| --- | --- | --- | --- | --- |\n{rows}\n"
+        f"\n## What was measured\n{facts}\n"
     )
 
 
@@ -109,16 +143,20 @@ def main() -> int:
     """Run what has not passed yet; exit status 1 when a check failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--again", action="store_true", help="run the checks that have passed, too")
-    again = parser.parse_args().again
+    parser.add_argument("-k", dest="word", default="", help="run only checks whose name has this in it")
+    options = parser.parse_args()
     STATE.mkdir(exist_ok=True)
     source = source_digest()
-    known = {r.name: r for r in recorded() if r.source == source and r.status == 0 and not again}
+    known = {r.name: r for r in recorded() if r.source == source}
     wanted = checks()
-    results = []
+    results: dict[str, Result] = {check.name: known[check.name] for check in wanted if check.name in known}
     for check in wanted:
-        results.append(known.get(check.name) or run(check, source=source))
-        PAGE.write_text(page(results, source=source, total=len(wanted)))
-    return int(any(result.status != 0 for result in results))
+        done = check.name in results and results[check.name].status == 0 and not options.again
+        if options.word in check.name and not done:
+            results[check.name] = run(check, source=source)
+        ordered = [results[one.name] for one in wanted if one.name in results]
+        PAGE.write_text(page(ordered, source=source, total=len(wanted)))
+    return int(any(results[check.name].status != 0 for check in wanted if options.word in check.name))
 
 
 def say(text: str) -> None:
@@ -128,6 +166,10 @@ def say(text: str) -> None:
 
 def _outcome(result: Result) -> str:
     return "passed" if result.status == 0 else f"**failed** ({result.status})"
+
+
+def _cases(result: Result) -> str:
+    return f"{result.cases[0]} of {result.cases[1]}" if result.cases[1] else ""
 
 
 def _commit() -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from toprope.chaos.killpoints import KillPoints, arm, passed
+from toprope.chaos.killpoints import KillPoints, arm, disarm, passed
 
 
 class Port:
@@ -61,3 +61,28 @@ def test_an_armed_point_kills_the_process_there_and_nowhere_else(tmp_path: Path)
 
     assert os.waitstatus_to_exitcode(status) == -signal.SIGKILL
     assert [point for _, point in passed(log)] == ["before:store.add", "after:store.add"]
+
+
+def test_a_point_can_be_armed_for_the_third_time_that_it_is_passed(tmp_path: Path) -> None:
+    log, file = tmp_path / "points", tmp_path / "kill"
+    pid = os.fork()
+    if pid == 0:
+        port = KillPoints(log=log, armed=file).wrap("store", Port())
+        port.add(1, right=2)
+        arm(file, "before:store.add", 3)
+        for _ in range(9):
+            port.add(1, right=2)
+        os._exit(0)
+
+    _, status = os.waitpid(pid, 0)
+
+    assert os.waitstatus_to_exitcode(status) == -signal.SIGKILL
+    assert [point for _, point in passed(log)].count("before:store.add") == 4
+
+
+def test_a_disarmed_process_lives(tmp_path: Path) -> None:
+    file = tmp_path / "kill"
+    arm(file, "before:store.add")
+    disarm(file)
+
+    assert KillPoints(log=None, armed=file).wrap("store", Port()).add(1, right=2) == 3

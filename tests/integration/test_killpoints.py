@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from toprope.chaos.killpoints import FILE_VARIABLE, LOG_VARIABLE, arm, passed
+from toprope.chaos.killpoints import FILE_VARIABLE, LOG_VARIABLE, arm, disarm, passed
 from toprope.chaos.live.cluster import Cadences, Cluster
 from toprope.chaos.live.forking import Forked, ForkedServices, ForkServer
 from toprope.chaos.live.processes import LiveError, Running, wait_until
@@ -41,13 +41,12 @@ class Theatre:
     trainers: ForkServer
     cluster: Cluster
     processes: dict[str, Running] = field(default_factory=dict)
-    fired: list[str] = field(default_factory=list)
 
     def kill_file(self, role: str) -> Path:
         return self.directory / f"{role}.kill"
 
     def start(self, role: str) -> None:
-        arm(self.kill_file(role), "")
+        disarm(self.kill_file(role))
         points = self.directory / f"{role}.points"
         env = {FILE_VARIABLE: str(self.kill_file(role)), LOG_VARIABLE: str(points)}
         match role.partition("-"):
@@ -103,8 +102,12 @@ def points_of(theatre: Theatre, role: str, *, from_s: float, to_s: float) -> lis
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(170)
-def test_each_kill_between_seal_and_ready_leaves_what_was_ready_and_nothing_half(theatre: Theatre) -> None:
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("occurrence", [1, *(pytest.param(again, marks=pytest.mark.long) for again in (2, 3))])
+def test_each_kill_between_seal_and_ready_leaves_what_was_ready_and_nothing_half(
+    occurrence: int, theatre: Theatre
+) -> None:
+    """The first time that a point is passed often is of another rank, tier or step than the second and third."""
     theatre.wait_for_a_new_ready(above=1, what="twice, so that all is warm")
     began_s = time.monotonic()
     theatre.wait_for_a_new_ready(above=len(theatre.state().live) + 1, what="once more, from a seal on")
@@ -114,22 +117,19 @@ def test_each_kill_between_seal_and_ready_leaves_what_was_ready_and_nothing_half
 
     for role in ROLES:
         for point in found[role]:
-            _strike(theatre, role, point)
-
-    assert theatre.fired == [f"{role} {point}" for role in ROLES for point in found[role]]
+            _strike(theatre, role, point, occurrence)
 
 
-def _strike(theatre: Theatre, role: str, point: str) -> None:
+def _strike(theatre: Theatre, role: str, point: str, occurrence: int) -> None:
     """Arm a point, see the process die there, look at the store, restart it, see a new READY."""
     before = theatre.ready_steps()
     victim = theatre.processes[role]
-    arm(theatre.kill_file(role), point)
+    arm(theatre.kill_file(role), point, occurrence)
     try:
         wait_until(lambda: victim.status() is not None, what="it dies", timeout_s=FIRE_TIMEOUT_S)
     except LiveError as error:
         raise AssertionError(f"{role} did not die at {point}\n{theatre.cluster.describe()}") from error
     assert victim.status() == -9, f"{role} ended at {point} with {victim.status()}"
-    theatre.fired.append(f"{role} {point}")
 
     after = theatre.ready_steps()
     assert after[: len(before)] == before, f"{role} {point}: what was READY is no longer"

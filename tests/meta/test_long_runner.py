@@ -1,0 +1,46 @@
+"""``make test-long`` records what came of each check, and a check's cases stay together."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from tests.support.source import load_program
+
+runner = load_program("scripts/test_long.py")
+
+REPORT = """<testsuites><testsuite>
+<testcase name="one"><properties><property name="kills" value="20"/></properties></testcase>
+<testcase name="two"><failure message="no"/></testcase>
+<testcase name="three"><skipped message="no GPU"/></testcase>
+</testsuite></testsuites>"""
+
+
+def test_what_pytest_reports_is_counted_and_what_tests_measured_is_kept(tmp_path: Path) -> None:
+    (tmp_path / "report.xml").write_text(REPORT)
+
+    assert runner.told_by(tmp_path / "report.xml") == ((1, 3), {"kills": "20"})
+    assert runner.told_by(tmp_path / "missing.xml") == ((0, 0), {})
+
+
+def test_the_page_has_a_row_for_each_result_and_what_was_measured() -> None:
+    common = {"source": "5eed", "commit": "abc", "seconds": 1.5}
+    results = [
+        runner.Result(name="demo", status=0, **common),
+        runner.Result(name="t.py::test_x", status=1, cases=(9, 10), facts={"kills": "20"}, **common),
+    ]
+
+    page = runner.page(results, source="5eed", total=3)
+
+    assert "1 of 3 passed" in page
+    assert "| `t.py::test_x` | **failed** (1) | 9 of 10 | 1.5 | abc |" in page
+    assert "- kills: 20" in page
+
+
+def test_a_check_is_recorded_whatever_comes_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "STATE", tmp_path)
+    done = runner.run(runner.Check(name="quick", command=(sys.executable, "-c", "raise SystemExit(3)")), source="5eed")
+
+    assert done.status == 3
+    assert [(one.name, one.source, one.status) for one in runner.recorded()] == [("quick", "5eed", 3)]
