@@ -21,7 +21,7 @@ from toprope.store.errors import (
 )
 from toprope.store.names import Key, key_parts
 from toprope.store.objects.directory import DirectoryStore
-from toprope.store.objects.opening import open_store
+from toprope.store.objects.opening import absolute_root, open_store
 from toprope.store.objects.protocol import ObjectStore
 
 KEY = Key("job/log/0.json")
@@ -252,3 +252,11 @@ def test_digests_of_the_same_bytes_are_equal_however_they_are_read(tmp_path: Pat
     assert digest(b"") == "99aa06d3014798d86001c324468d497f"
     with pytest.raises(MissingObjectError):
         digest_of_object(store, Key("job/none"))
+
+
+def test_a_root_means_the_same_from_every_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert absolute_root("here/store") == str(tmp_path / "here/store")
+    assert absolute_root("/there/store") == "/there/store"
+    for url in ("s3://bucket/prefix?region=x", "file:///there/store"):
+        assert absolute_root(url) == url
