@@ -13,6 +13,7 @@ from rich.text import Text
 
 from toprope.coordinator.overview import Overview, RankLine
 from toprope.store.errors import UnavailableError, UsageError
+from toprope.store.sizes import size_text
 
 _TIMEOUT_S = 5.0
 _RANKS_SHOWN = 32
@@ -113,16 +114,7 @@ def _nodes(view: Overview) -> Table:
     table.add_column("held", justify="right")
     for node in view.nodes:
         state = Text("alive", style="green") if node.alive else Text(f"silent {node.silent_s:.0f} s", style="red")
-        table.add_row(node.node, state, ", ".join(node.holds_for) or "-", node.boot_id[:8], _size(node.bytes))
+        table.add_row(node.node, state, ", ".join(node.holds_for) or "-", node.boot_id[:8], size_text(node.bytes))
     if not view.nodes:
         table.add_row("none heard yet", "", "", "", "")
     return table
-
-
-def _size(size: int) -> str:
-    value = float(size)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if value < 1024:  # noqa: PLR2004 - a kibi
-            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
-        value /= 1024
-    return f"{value:.1f} TiB"

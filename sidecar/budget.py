@@ -8,6 +8,7 @@ from pathlib import Path
 
 from toprope.sidecar.peer_book import SPARES_PER_RANK
 from toprope.sidecar.slot_book import SLOTS_PER_RANK
+from toprope.store.sizes import KIBI, size_text
 
 CONTAINER_SHM_BYTES = 64 * 1024 * 1024
 _UNLIMITED = 1 << 60
@@ -44,10 +45,10 @@ def why_too_little(room: Room, needed: int, *, what: str) -> str | None:
         "available on the machine": room.machine_free,
     }
     least = min(limits, key=lambda name: limits[name])
-    text = f"{what}: {_size(needed)} of memory needed, {_size(limits[least])} {least}"
+    text = f"{what}: {_exactly(needed)} of memory needed, {_exactly(limits[least])} {least}"
     if room.directory_total <= CONTAINER_SHM_BYTES:
         text += (
-            f". {room.directory} holds {_size(room.directory_total)} in all "
+            f". {room.directory} holds {_exactly(room.directory_total)} in all "
             "(containers get 64 MiB unless told otherwise): "
             "give it more with --shm-size, or an emptyDir with medium: Memory"
         )
@@ -94,9 +95,5 @@ def _machine_free(proc: Path) -> int:
     return _UNLIMITED
 
 
-def _size(count: int) -> str:
-    """Return a count of bytes for people, with the exact number."""
-    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if count >= size:
-            return f"{count / size:.1f} {unit} ({count} bytes)"
-    return f"{count} bytes"
+def _exactly(count: int) -> str:
+    return f"{count} bytes" if count < KIBI else f"{size_text(count)} ({count} bytes)"

@@ -17,12 +17,13 @@ import os
 import re
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from toprope.sidecar.budget import measure, why_too_little
 from toprope.sidecar.ports import PagesPort
 from toprope.sidecar.values import Shard, SlotSight, shard_of_page
-from toprope.store.digest import digest
+from toprope.store.digest import digest as digest_of
 from toprope.store.errors import CorruptObjectError, UsageError
 from toprope.store.shard import identity_of, parse_header
 from toprope.trainer_hooks.slot import Page, SlotPaths, SlotState, lock_holder, slot_paths
@@ -48,14 +49,17 @@ class Memory:
     def __init__(
         self, root: Path, pages: PagesPort, *, limit_bytes: int | None, job_uid: Callable[[], str] = lambda: ""
     ) -> None:
-        """Make the directories. ``job_uid`` tells which job's images may lie here; empty while that is not known."""
+        """``job_uid`` tells which job's images may lie here; empty while that is not known."""
         self.root = root
         self._job_uid = job_uid
         self._pages = pages
         self._limit_bytes = limit_bytes
         self._maps: dict[Path, mmap.mmap] = {}
         self._mutex = threading.Lock()
-        for directory in (root / "slots", root / "peer", root / "stage"):
+
+    def make_directories(self) -> None:
+        """Make the directories in which all else lies, where they are not there already."""
+        for directory in (self.root / "slots", self.root / "peer", self.root / "stage"):
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     # Names
@@ -170,13 +174,9 @@ class Memory:
         if text is not None:
             raise NoRoomError(text)
         if self._limit_bytes is not None:
-            left = self._limit_bytes - self.used_bytes()
+            left = self._limit_bytes - used_bytes(self.root)
             if more > left:
                 raise NoRoomError(f"{what}: {more} bytes of memory needed; --memory {self._limit_bytes} leaves {left}")
-
-    def used_bytes(self) -> int:
-        """Return the bytes of all data files of this job in memory."""
-        return sum(path.stat().st_size for path in self.root.rglob("*.data"))
 
     def _remove(self, path: Path) -> None:
         with self._mutex:
@@ -212,37 +212,42 @@ class Memory:
         """Write the EMPTY page of a slot."""
         self._pages.write(self.slot(page.rank, slot).page, page)
 
-    def hash_slot(self, rank: int, slot: int, *, seq: int, expected: str) -> Shard:
-        """Return what a sealed slot holds and write that into its page; or check one against its digest.
+    def hash_slot(self, rank: int, slot: int, *, seq: int) -> Shard:
+        """Return what a sealed slot holds, and write its digest into its page.
 
         Raises:
             DroppedError: it is not what it should be.
         """
         paths = self.slot(rank, slot)
-        page = self._pages.read(paths.page)
-        wanted = SlotState.HASHED if expected else SlotState.SEALED
-        if (page.seq, page.state) != (seq, wanted):
-            raise DroppedError(f"its page says {page.state} of seq {page.seq}; expected {wanted} of seq {seq}")
-        found = self._digest_of_image(paths.data, page)
-        if expected and found != expected:
-            raise DroppedError(f"its digest is {found}; it was {expected} when it was hashed")
-        if self._pages.read(paths.page) != page:
-            raise DroppedError("it was written to while it was hashed")
-        hashed = Page(
-            state=SlotState.HASHED,
-            seq=page.seq,
-            launch_id=page.launch_id,
-            rank=page.rank,
-            world=page.world,
-            attempt=page.attempt,
-            attempt_uid=page.attempt_uid,
-            step=page.step,
-            bytes=page.bytes,
-            digest=found,
-        )
-        if not expected:
-            self._pages.write(paths.page, hashed)
+        page = self._page(paths.page, seq=seq, state=SlotState.SEALED)
+        hashed = replace(page, state=SlotState.HASHED, digest=self._digest_of_image(paths.data, page))
+        self._check_untouched(paths.page, page)
+        self._pages.write(paths.page, hashed)
         return shard_of_page(hashed)
+
+    def check_slot(self, rank: int, slot: int, *, seq: int, digest: str) -> Shard:
+        """Return what a hashed slot holds, hashed anew.
+
+        Raises:
+            DroppedError: it is not what it should be.
+        """
+        paths = self.slot(rank, slot)
+        page = self._page(paths.page, seq=seq, state=SlotState.HASHED)
+        found = self._digest_of_image(paths.data, page)
+        if found != digest:
+            raise DroppedError(f"its digest is {found}; it was {digest} when it was hashed")
+        self._check_untouched(paths.page, page)
+        return shard_of_page(replace(page, digest=digest))
+
+    def _page(self, path: Path, *, seq: int, state: SlotState) -> Page:
+        page = self._pages.read(path)
+        if (page.seq, page.state) != (seq, state):
+            raise DroppedError(f"its page says {page.state} of seq {page.seq}; expected {state} of seq {seq}")
+        return page
+
+    def _check_untouched(self, path: Path, page: Page) -> None:
+        if self._pages.read(path) != page:
+            raise DroppedError("it was written to while it was hashed")
 
     def check_spare(self, rank: int, number: int) -> Shard:
         """Return the peer copy in a spare.
@@ -265,7 +270,7 @@ class Memory:
             raise DroppedError(f"its page says {page.bytes} bytes; it has room for {len(view)}")
         image = view[: page.bytes]
         self.check_header(image, shard_of_page(page))
-        return digest(image)
+        return digest_of(image)
 
     def check_header(self, image: memoryview, shard: Shard) -> None:
         """Check that an image says of itself what is said of it.
@@ -284,6 +289,11 @@ class Memory:
         job_uid = self._job_uid()
         if job_uid not in {"", said.job_uid}:
             raise DroppedError(f"its header says job {said.job_uid}; this is job {job_uid}")
+
+
+def used_bytes(root: Path) -> int:
+    """Return the bytes of all data files of a job in memory."""
+    return sum(path.stat().st_size for path in root.rglob("*.data"))
 
 
 def boot_id(memory_dir: Path) -> str:

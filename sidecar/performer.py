@@ -207,9 +207,10 @@ class Sidecar:
         self.socket.send(effect.connection, frame)
 
     async def _hash(self, effect: do.HashSlot) -> None:
-        work = functools.partial(
-            self._parts.memory.hash_slot, effect.rank, effect.slot, seq=effect.seq, expected=effect.digest
-        )
+        memory = self._parts.memory
+        work = functools.partial(memory.hash_slot, effect.rank, effect.slot, seq=effect.seq)
+        if effect.digest:
+            work = functools.partial(memory.check_slot, effect.rank, effect.slot, seq=effect.seq, digest=effect.digest)
         try:
             shard = await self._loop.run_in_executor(self._hashers, work)
         except (DroppedError, OSError) as error:

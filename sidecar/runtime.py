@@ -27,7 +27,7 @@ from toprope.sidecar.budget import measure, needed_bytes, why_too_little
 from toprope.sidecar.config import Address, SidecarConfig
 from toprope.sidecar.core import Core, Identity
 from toprope.sidecar.local_tier import LocalTier
-from toprope.sidecar.memory import Memory, boot_id, lock_memory, make_directory
+from toprope.sidecar.memory import Memory, boot_id, lock_memory, make_directory, used_bytes
 from toprope.sidecar.performer import Parts, Sidecar
 from toprope.sidecar.ports import Ports, Wrap, no_wrap
 from toprope.sidecar.staging import Stager
@@ -87,7 +87,7 @@ def check_admission(config: SidecarConfig) -> None:
         UsageError: it does not fit; the message holds both numbers.
     """
     room = measure(config.job_memory)
-    held = sum(path.stat().st_size for path in config.job_memory.rglob("*.data"))
+    held = used_bytes(config.job_memory)
     if config.state_size is not None:
         needed = needed_bytes(state_size=config.state_size, ranks=config.ranks, copies=config.copies)
         each = f"{config.ranks} ranks x {config.state_size} bytes x (3 slots + 2 x {config.copies} peer copies)"
@@ -171,6 +171,7 @@ def _parts(
         pages=Pages(), disk=Disk(), objects=ground.store, peers=peers, coordinator=coordinator, broker=broker
     ).wrapped(wrap)
     memory = Memory(config.job_memory, ports.pages, limit_bytes=config.memory_bytes, job_uid=sidecar.job_uid)
+    memory.make_directories()
     identity = Identity(
         job=config.job,
         node=config.node,

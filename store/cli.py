@@ -33,6 +33,7 @@ from toprope.store.show import (
     record_lines,
     xxhsum_lines,
 )
+from toprope.store.sizes import size_text
 from toprope.store.verify import CheckpointReport, plan, verify_checkpoint, verify_facts
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
@@ -166,9 +167,8 @@ def restore(
     if as_json:
         _print_json(_restored_json(done))
     else:
-        print(
-            f"restored step {done.step} of job {done.job} (READY {done.seq}, {_size(done.bytes)}) into {done.directory}"
-        )
+        what = f"step {done.step} of job {done.job} (READY {done.seq}, {size_text(done.bytes)})"
+        print(f"restored {what} into {done.directory}")
         for name in done.files:
             print(f"  {name}")
 
@@ -229,7 +229,9 @@ def _show_step(store: ObjectStore, state: JobState, step: int, *, as_json: bool)
 def _shard_table(manifest: Manifest, indexes: list[Index]) -> Table:
     table = _table("RANK", "SIZE", "TENSORS", "XXH3-128", "FILE")
     for shard, index in zip(manifest.shards, indexes, strict=True):
-        table.add_row(str(shard.rank), _size(shard.bytes), str(len(index.tensors)), shard.digest, index.files[0].key)
+        table.add_row(
+            str(shard.rank), size_text(shard.bytes), str(len(index.tensors)), shard.digest, index.files[0].key
+        )
     return table
 
 
@@ -251,7 +253,7 @@ def _checkpoint_cells(line: CheckpointLine) -> tuple[str, ...]:
         str(line.seq),
         str(line.attempt),
         str(line.world),
-        _size(line.bytes),
+        size_text(line.bytes),
         ", ".join(line.notes),
     )
 
@@ -259,7 +261,7 @@ def _checkpoint_cells(line: CheckpointLine) -> tuple[str, ...]:
 def _print_report(report: CheckpointReport) -> None:
     verdict = "DAMAGED" if report.damages else "ok"
     print(
-        f"{verdict:<8} job {report.job}, step {report.step}: {report.world} ranks, {_size(report.bytes)} "
+        f"{verdict:<8} job {report.job}, step {report.step}: {report.world} ranks, {size_text(report.bytes)} "
         f"(READY {report.seq}, attempt {report.attempt})"
     )
     _print_damages(report.damages)
@@ -273,7 +275,7 @@ def _print_damages(damages: Iterable[Damage], *, to_stderr: bool = False) -> Non
 
 def _verdict(reports: list[CheckpointReport], damages: list[Damage]) -> str:
     total = sum(report.bytes for report in reports)
-    read = f"{len(reports)} checkpoint{'s' * (len(reports) != 1)}, {_size(total)} read"
+    read = f"{len(reports)} checkpoint{'s' * (len(reports) != 1)}, {size_text(total)} read"
     if not damages:
         return f"all good: {read}"
     bad = sum(bool(report.damages) for report in reports)
@@ -294,15 +296,6 @@ def _job_json(state: JobState) -> dict[str, Any]:
 def _restored_json(done: Restored) -> dict[str, Any]:
     builtins: dict[str, Any] = msgspec.to_builtins(done, enc_hook=str)
     return builtins
-
-
-def _size(count: int) -> str:
-    """Return a number of bytes as people read it: 3 digits and a unit of 1024."""
-    size, units = float(count), iter(("B", "KiB", "MiB", "GiB", "TiB", "PiB"))
-    unit = next(units)
-    while size >= 1000 and unit != "PiB":  # noqa: PLR2004 - so that there are at most three digits
-        size, unit = size / 1024, next(units)
-    return f"{count} B" if unit == "B" else f"{size:.3g} {unit}"
 
 
 def _table(*columns: str) -> Table:

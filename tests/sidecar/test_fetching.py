@@ -51,7 +51,9 @@ class FakePeers:
 
 @pytest.fixture
 def memory(memory_dir: Path) -> Memory:
-    return Memory(memory_dir / "job", Pages(), limit_bytes=None)
+    memory = Memory(memory_dir / "job", Pages(), limit_bytes=None)
+    memory.make_directories()
+    return memory
 
 
 def wrong(body: bytes) -> bytes:

@@ -18,7 +18,7 @@ from toprope.coordinator.wire import ReadBackTask
 from toprope.sidecar.adapters.files import Disk, Pages
 from toprope.sidecar.budget import Room, measure, needed_bytes, why_too_little
 from toprope.sidecar.local_tier import LocalError, LocalTier
-from toprope.sidecar.memory import DroppedError, Memory, NoRoomError, boot_id, lock_memory
+from toprope.sidecar.memory import DroppedError, Memory, NoRoomError, boot_id, lock_memory, used_bytes
 from toprope.sidecar.object_tier import DamagedError, read_back, store_object
 from toprope.sidecar.ports import SyncError
 from toprope.sidecar.values import Shard
@@ -48,9 +48,15 @@ def sealed_slot(memory: Memory, body: bytes, *, seq: int = 1, step: int = 1, ran
     write_page(memory.slot(0, 0).page, page)
 
 
+def memory_in(directory: Path, *, limit_bytes: int | None = None, job_uid: str = "") -> Memory:
+    memory = Memory(directory / "job", Pages(), limit_bytes=limit_bytes, job_uid=lambda: job_uid)
+    memory.make_directories()
+    return memory
+
+
 @pytest.fixture
 def memory(memory_dir: Path) -> Memory:
-    return Memory(memory_dir / "job", Pages(), limit_bytes=None, job_uid=lambda: "0b" * 16)
+    return memory_in(memory_dir, job_uid="0b" * 16)
 
 
 # Memory
@@ -78,27 +84,27 @@ def test_a_whole_slot_is_never_made_again(memory: Memory) -> None:
     sealed_slot(memory, body)
     with pytest.raises(FileExistsError):
         memory.make_slots(0, (0, 1), 100)
-    assert memory.hash_slot(0, 0, seq=1, expected="") == made_shard(body)
+    assert memory.hash_slot(0, 0, seq=1) == made_shard(body)
 
 
 def test_hashing_writes_the_digest_into_the_page(memory: Memory) -> None:
     body = made_image()
     sealed_slot(memory, body)
-    assert memory.hash_slot(0, 0, seq=1, expected="") == made_shard(body)
+    assert memory.hash_slot(0, 0, seq=1) == made_shard(body)
     page = read_page(memory.slot(0, 0).page)
     assert (page.state, page.digest) == (SlotState.HASHED, made_shard(body).digest)
-    assert memory.hash_slot(0, 0, seq=1, expected=page.digest) == made_shard(body)
+    assert memory.check_slot(0, 0, seq=1, digest=page.digest) == made_shard(body)
 
 
 def test_a_slot_is_dropped_when_page_header_or_digest_are_not_as_they_should_be(memory: Memory) -> None:
     body = made_image()
     sealed_slot(memory, body)
     with pytest.raises(DroppedError, match="expected SEALED of seq 2"):
-        memory.hash_slot(0, 0, seq=2, expected="")
-    memory.hash_slot(0, 0, seq=1, expected="")
+        memory.hash_slot(0, 0, seq=2)
+    memory.hash_slot(0, 0, seq=1)
     memory.view(memory.slot(0, 0).data)[2000] ^= 1
     with pytest.raises(DroppedError, match="when it was hashed"):
-        memory.hash_slot(0, 0, seq=1, expected=made_shard(body).digest)
+        memory.check_slot(0, 0, seq=1, digest=made_shard(body).digest)
 
 
 @pytest.mark.parametrize(
@@ -113,7 +119,7 @@ def test_a_slot_is_dropped_when_page_header_or_digest_are_not_as_they_should_be(
 def test_an_image_of_another_snapshot_is_dropped(memory: Memory, body: bytes, text: str) -> None:
     sealed_slot(memory, body)
     with pytest.raises(DroppedError, match=text):
-        memory.hash_slot(0, 0, seq=1, expected="")
+        memory.hash_slot(0, 0, seq=1)
 
 
 class RewrittenPages(Pages):
@@ -129,12 +135,12 @@ def test_a_slot_that_is_written_to_while_it_is_hashed_is_dropped(memory: Memory,
     sealed_slot(memory, made_image())
     again = Memory(memory_dir / "job", RewrittenPages(), limit_bytes=None)
     with pytest.raises(DroppedError, match="written to while it was hashed"):
-        again.hash_slot(0, 0, seq=1, expected="")
+        again.hash_slot(0, 0, seq=1)
     assert read_page(memory.slot(0, 0).page).state is SlotState.WRITING
 
 
 def test_a_limit_is_kept_and_nothing_is_left_of_slots_that_do_not_fit(memory_dir: Path) -> None:
-    memory = Memory(memory_dir / "job", Pages(), limit_bytes=250)
+    memory = memory_in(memory_dir, limit_bytes=250)
     memory.make_slots(0, (0, 1), 100)
     with pytest.raises(NoRoomError, match="--memory 250 leaves 50"):
         memory.make_slots(0, (2,), 100)
@@ -156,8 +162,8 @@ def small_tmpfs(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_a_full_tmpfs_is_an_error_with_both_numbers_and_no_signal(small_tmpfs: Path) -> None:
-    memory = Memory(small_tmpfs / "job", Pages(), limit_bytes=None)
-    with pytest.raises(NoRoomError, match=r"3.0 MiB .* of memory needed, 1.0 MiB .* free in .*--shm-size"):
+    memory = memory_in(small_tmpfs)
+    with pytest.raises(NoRoomError, match=r"3.00 MiB .* of memory needed, 1.00 MiB .* free in .*--shm-size"):
         memory.make_slots(0, (0, 1, 2), 1 << 20)
     assert memory.look(0) == ()
     memory.make_slots(0, (0,), 1 << 18)
@@ -166,12 +172,12 @@ def test_a_full_tmpfs_is_an_error_with_both_numbers_and_no_signal(small_tmpfs: P
 def test_room_that_goes_while_slots_are_made_leaves_no_half_slot(
     small_tmpfs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    memory = Memory(small_tmpfs / "job", Pages(), limit_bytes=None)
+    memory = memory_in(small_tmpfs)
     monkeypatch.setattr(Memory, "_check_room", lambda *_args, **_kwargs: None)
     with pytest.raises(NoRoomError):
         memory.make_slots(0, (0, 1, 2), 1 << 19)
     assert memory.look(0) == ()
-    assert memory.used_bytes() == 0
+    assert used_bytes(memory.root) == 0
 
 
 def test_the_boot_id_is_drawn_once(memory_dir: Path) -> None:
