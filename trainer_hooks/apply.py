@@ -92,6 +92,8 @@ def check(parts: Parts, images: Mapping[int, Image], *, rank: int, world: int) -
     problems = [*_entry_problems(loaded), *_section_problems(loaded)]
     if not problems:
         problems = [*_model_problems(loaded), *_optimizer_problems(loaded), *_extra_problems(loaded)]
+    if not problems:
+        problems = [*_mesh_problems(loaded)]
     if problems:
         more = [f"and {len(problems) - _MAX_NAMED} more"] if len(problems) > _MAX_NAMED else []
         raise StateMismatchError(
@@ -107,22 +109,27 @@ def _meshes(model: ModelState) -> dict[Mesh, DeviceMesh]:
 
 
 def _entry_problems(loaded: Loaded) -> Iterable[str]:
-    """Name each tensor of the document that is not in an image at hand, or spread over a mesh that is not here."""
+    """Name each tensor of the document that is not in an image at hand."""
     for entry in _entries(loaded.document):
-        image, spread = loaded.images.get(entry["rank"]), loaded.spread(entry)
+        image = loaded.images.get(entry["rank"])
         if image is None:
             yield f"{entry['name']}: the shard of rank {entry['rank']} was not given"
         elif entry["name"] not in image.places:
             yield f"{entry['name']}: not in the shard of rank {entry['rank']}"
-        elif spread is not None and spread.mesh not in loaded.meshes:
-            yield (
-                f"{entry['name']}: spread over a mesh of shape {spread.mesh.shape} in the checkpoint, and no parameter "
-                "here is on that mesh"
-            )
-        elif spread is not None:
-            held = tuple(end - begin for begin, end in block_of(spread))
-            if image.places[entry["name"]].shape != held:
-                yield f"{entry['name']}: stored with shape {image.places[entry['name']].shape}, expected {held}"
+
+
+def _mesh_problems(loaded: Loaded) -> Iterable[str]:
+    """Name each tensor that was spread over a mesh that no parameter here is on, or that is not the block it should."""
+    for entry in _entries(loaded.document):
+        spread, found = loaded.spread(entry), loaded.images[entry["rank"]].places[entry["name"]].shape
+        if spread is None:
+            continue
+        held = tuple(end - begin for begin, end in block_of(spread))
+        if spread.mesh not in loaded.meshes:
+            over = f"over ranks {list(spread.mesh.ranks)} as {spread.mesh.shape}"
+            yield f"{entry['name']}: spread {over} in the checkpoint, and no parameter here is on that mesh"
+        elif found != held:
+            yield f"{entry['name']}: stored with shape {found}, expected {held}"
 
 
 def _entries(value: Json) -> Iterable[dict[str, Json]]:

@@ -30,6 +30,7 @@ MAX_TENSORS = 65_536
 MAX_DIMENSIONS = 32
 MAX_NAME_CHARACTERS = 1024
 _LENGTH = struct.Struct("<Q")
+_ALIGNED = 16  # torch crashes on a complex128 that lies elsewhere
 _WIDEST = 10**18  # room for any step, attempt or offset when a header's length is chosen
 _WHOLE: Mapping[str, Any] = MappingProxyType({})
 
@@ -135,7 +136,7 @@ def plan_image(
     Raises:
         UnsupportedLeafError: no reader would accept an image of these tensors.
     """
-    ordered = sorted(tensors.items(), key=lambda item: (-_stored_itemsize(item[1].dtype), item[0]))
+    ordered = sorted(tensors.items(), key=lambda item: (-item[1].dtype.itemsize, item[0]))
     places, offset = [], 0
     for name, tensor in ordered:
         size = tensor.numel() * tensor.dtype.itemsize
@@ -143,7 +144,7 @@ def plan_image(
         offset += size
     widest = {key: value if not value.isdecimal() else str(_WIDEST) for key, value in metadata.items()}
     header = _header_json(Plan(tuple(places), 0, offset, pieces), _WIDEST, widest)
-    padded_bytes = -(-len(header) // 8) * 8
+    padded_bytes = -(-(len(header) + _LENGTH.size) // _ALIGNED) * _ALIGNED - _LENGTH.size
     _check_limits(places, padded_bytes)
     return Plan(tuple(places), padded_bytes, offset, pieces)
 
@@ -189,10 +190,6 @@ def _header_json(plan: Plan, document_bytes: int, metadata: Mapping[str, str]) -
     offsets = [plan.tensor_bytes, plan.tensor_bytes + document_bytes]
     header[DOCUMENT] = {"dtype": "U8", "shape": [document_bytes], "data_offsets": offsets}
     return json.dumps(header, separators=(",", ":")).encode()
-
-
-def _stored_itemsize(dtype: torch.dtype) -> int:
-    return dtype.itemsize if dtype in _SAFETENSORS else 1
 
 
 class Target:
@@ -336,4 +333,6 @@ class Image:
         raw = torch.frombuffer(
             memoryview(self._map), dtype=torch.uint8, offset=self._start + place.begin, count=place.bytes
         )
+        if raw.data_ptr() % place.dtype.itemsize:
+            raw = raw.clone()  # an image that others wrote
         return raw.view(place.dtype).reshape(place.shape)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from toprope.trainer_hooks import wire
-from toprope.trainer_hooks.errors import HookError, SupersededError, UnsupportedLeafError
+from toprope.trainer_hooks.errors import HookError, SupersededError, UsageError
 from toprope.trainer_hooks.image import Plan, plan_image, write_image
 from toprope.trainer_hooks.launch import World
 from toprope.trainer_hooks.session import Session
@@ -86,7 +86,7 @@ class Saver:
         try:
             snapshot = self._capture()
             plan = self._plan_for(snapshot)
-        except UnsupportedLeafError as error:
+        except UsageError as error:
             self._note_trouble("unsupported value", str(error))
             return
         self._announce_size(plan.image_bytes(len(snapshot.document)), len(snapshot.document))
@@ -106,7 +106,7 @@ class Saver:
         try:
             snapshot = self._capture()
             plan = self._plan_for(snapshot)
-        except UnsupportedLeafError as error:
+        except UsageError as error:
             self._session.slots.give_back(grant)
             self._skip(step, "unsupported value", str(error))
             return

@@ -8,13 +8,14 @@ callback, which returns what stands for them in the document. What can't be kept
 from __future__ import annotations
 
 import base64
+import enum
 import math
 import struct
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import torch
 
@@ -131,7 +132,29 @@ def _leaf(name: str, value: object) -> dict[str, Json]:
         case torch.device():
             return {_TAG: "torch.device", "v": str(value)}
         case _:
-            return _numpy_leaf(name, value)
+            return _enum_leaf(name, value) if isinstance(value, enum.Enum) else _numpy_leaf(name, value)
+
+
+def _enum_leaf(name: str, value: enum.Enum) -> dict[str, Json]:
+    kind = type(value)
+    of = f"{kind.__module__}:{kind.__qualname__}"
+    if _enum_class(of) is not kind or kind.__members__.get(value.name or "") is not value:
+        raise UnsupportedLeafError.at(name, f"a {_full_name(value)} that is no named member of a class at module level")
+    return {_TAG: "enum", "of": of, "v": value.name}
+
+
+def _enum_class(of: str) -> enum.EnumType | None:
+    """Return an enumeration of a module that is loaded already: a checkpoint must not make anything run."""
+    module, _, name = of.partition(":")
+    found = vars(sys.modules.get(module, object)).get(name)
+    return found if isinstance(found, enum.EnumType) else None
+
+
+def _enum_member(value: dict[str, Json]) -> enum.Enum:
+    kind = _enum_class(value["of"])
+    if kind is None:
+        raise ValueError(f"{value['of']} is no enumeration that this process has loaded")
+    return cast("enum.Enum", kind.__members__[value["v"]])
 
 
 def _numpy_leaf(name: str, value: object) -> dict[str, Json]:
@@ -147,7 +170,7 @@ def _numpy_leaf(name: str, value: object) -> dict[str, Json]:
     raise UnsupportedLeafError.at(
         name,
         f"a {_full_name(value)} can't be kept exactly; keep it as None, bool, int, float, str, bytes, list, tuple, "
-        "dict, set, deque, NumPy array or tensor, or give an object with state_dict() and load_state_dict()",
+        "dict, set, deque, enum, NumPy array or tensor, or give an object with state_dict() and load_state_dict()",
     )
 
 
@@ -191,8 +214,9 @@ class Decoder:
         scalar = _SCALARS.get(tag)
         if scalar is not None:
             return scalar(value["v"])
-        if tag in {"ndarray", "numpy"}:
-            return _numpy_value(value)
+        special = _SPECIAL.get(tag)
+        if special is not None:
+            return special(value)
         items = self.decode(value["v"])
         if tag == "deque":
             return deque(items, maxlen=value["maxlen"])
@@ -237,3 +261,10 @@ def _numpy_value(value: dict[str, Json]) -> Any:  # noqa: ANN401 - an array or a
 
     array = np.frombuffer(base64.b64decode(value["v"]), dtype=np.dtype(value["dtype"])).reshape(value["shape"])
     return array.copy() if value[_TAG] == "ndarray" else array[()]
+
+
+_SPECIAL: dict[str, Callable[[dict[str, Json]], Any]] = {
+    "ndarray": _numpy_value,
+    "numpy": _numpy_value,
+    "enum": _enum_member,
+}

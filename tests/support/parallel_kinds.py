@@ -18,3 +18,5 @@ WORLDS = {
     "pipelinexfsdp2": 4,
 }
 """How many ranks each kind has."""
+FULLY_SHARDED = ("fsdp2", "hsdp", "tp+sp", "fsdp2xtp")
+"""Those whose every parameter is a DTensor; each can also have 4 ranks."""

@@ -60,10 +60,11 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def end_step(checkpointer: Checkpointer, step: int) -> None:
-    """End a step once there is a slot for it, but for the first, which shows how large a slot must be."""
-    session = checkpointer._session
+    """End a step once there is a slot for it; the first of a process shows how large one must be."""
+    session, saver = checkpointer._session, checkpointer._saver
     assert session is not None
-    if step > 1:
+    assert saver is not None
+    if saver._announced_bytes:
         with session._news:
             assert session._news.wait_for(lambda: bool(session.slots._free), 30), session.trouble
     checkpointer.end_step(step)

@@ -87,11 +87,22 @@ def _digest(tensors: Any) -> str:  # noqa: ANN401 - tensors
     return hashed.hexdigest()
 
 
+class Scale(nn.Module):
+    """One weight, which is too few for two ranks: the shards of the others are empty."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.by = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.by
+
+
 def mlp(depth: int = 2) -> nn.Sequential:
     """Return layers of odd sizes, so that some shards are uneven and some empty, and one that normalises."""
     layers: list[nn.Module] = []
     for _ in range(depth):
-        layers += [nn.Linear(WIDTH, 7), nn.ReLU(), nn.Linear(7, WIDTH), nn.LayerNorm(WIDTH)]
+        layers += [nn.Linear(WIDTH, 7), nn.ReLU(), Scale(), nn.Linear(7, WIDTH), nn.LayerNorm(WIDTH)]
     return nn.Sequential(*layers, nn.Linear(WIDTH, WIDTH))
 
 

@@ -1,0 +1,207 @@
+"""Every leaf: whatever nests in whatever comes back exactly, or is refused by its name."""
+
+from __future__ import annotations
+
+import enum
+from collections import OrderedDict, deque
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tests.support.tiny_trainer import assert_same_tensor, load, raw, save
+from torch import nn
+
+from toprope.trainer_hooks.errors import StateMismatchError, UnsupportedLeafError
+from toprope.trainer_hooks.image import _AS_BYTES, _SAFETENSORS, check_tensor
+from toprope.trainer_hooks.state import Parts, capture
+from toprope.trainer_hooks.tree import Decoder, Encoder
+
+KEPT = [*_SAFETENSORS, *_AS_BYTES]
+EVERY_DTYPE = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
+
+
+@pytest.mark.fault("B19")
+@pytest.mark.filterwarnings("ignore")  # torch warns of half of them
+@pytest.mark.parametrize("dtype", EVERY_DTYPE, ids=str)
+def test_each_dtype_of_torch_is_kept_or_refused_by_name(dtype: torch.dtype, tmp_path: Path) -> None:
+    try:
+        tensor = torch.empty(3, dtype=torch.uint8).new_empty(3, dtype=dtype)
+    except (RuntimeError, TypeError, NotImplementedError):
+        assert dtype not in KEPT  # there are no tensors of it
+        return
+    if dtype not in KEPT:
+        with pytest.raises(UnsupportedLeafError, match=rf"extra\.x: a tensor of dtype {dtype}, which can't be kept"):
+            check_tensor("extra.x", tensor)
+        return
+    found: dict[str, Any] = {}
+    load(
+        Parts(model=nn.Linear(1, 1), extra=found),
+        save(Parts(model=nn.Linear(1, 1), extra={"x": tensor}), tmp_path / "i"),
+    )
+    assert_same_tensor(found["x"], tensor)
+
+
+def _strided(tensor: torch.Tensor, way: str) -> torch.Tensor:
+    """Return the tensor seen in another way, where it can be."""
+    lazy = tensor.is_complex() and tensor.dtype is not torch.complex32
+    seen = tensor
+    match way:
+        case "transposed" if tensor.dim() > 0:
+            seen = tensor.transpose(0, -1)
+        case "stepped" if tensor.dim() > 0:
+            seen = tensor[::2]
+        case "expanded" if tensor.dim() > 0 and tensor.shape[0] > 0:
+            seen = tensor[:1].expand(3, *tensor.shape[1:])
+        case "conjugate" if lazy:
+            seen = tensor.conj()
+        case "negated" if lazy:
+            seen = tensor.conj().imag
+    return seen
+
+
+@st.composite
+def tensors(draw: st.DrawFn) -> torch.Tensor:
+    dtype = draw(st.sampled_from(KEPT))
+    shape = draw(st.lists(st.integers(0, 3), max_size=3))
+    count = dtype.itemsize
+    for extent in shape:
+        count *= extent
+    pattern = draw(st.binary(min_size=count, max_size=count))
+    if dtype is torch.bool:
+        pattern = bytes(byte % 2 for byte in pattern)
+    whole = (
+        torch.frombuffer(bytearray(pattern), dtype=torch.uint8).view(dtype) if count else torch.empty(0, dtype=dtype)
+    )
+    ways = ["plain", "transposed", "stepped", "expanded", "conjugate", "negated"]
+    return _strided(whole.reshape(shape), draw(st.sampled_from(ways)))
+
+
+class Colour(enum.Enum):
+    """An enumeration of the user's."""
+
+    RED = 1
+    BLUE = (2, "b")
+
+
+class Level(enum.IntEnum):
+    """One whose members are numbers, too."""
+
+    LOW = 1
+
+
+PLAIN = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False)
+    | st.text(st.characters(exclude_categories=["Cs"]))
+    | st.binary()
+    | st.complex_numbers(allow_nan=False)
+    | st.sampled_from([Colour.RED, Colour.BLUE, Level.LOW, torch.float8_e5m2, torch.device("cpu"), torch.Size([1, 2])])
+    | st.builds(lambda values: np.array(values, dtype=np.int16), st.lists(st.integers(-9, 9)))
+)
+KEYS = st.text(max_size=4) | st.integers() | st.booleans() | st.none() | st.tuples(st.integers())
+TREES = st.recursive(
+    PLAIN | tensors(),
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.tuples(inner, inner)
+        | st.dictionaries(KEYS, inner, max_size=4)
+        | st.builds(OrderedDict, st.dictionaries(st.text(max_size=4), inner, max_size=3))
+        | st.builds(lambda items: deque(items, maxlen=5), st.lists(inner, max_size=3))
+    ),
+    max_leaves=12,
+)
+
+
+@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+@given(tree=TREES, shared=st.booleans())
+def test_a_random_tree_comes_back_exactly(tmp_path: Path, tree: Any, *, shared: bool) -> None:  # noqa: ANN401 - any tree
+    saved = {"tree": tree, "again": tree if shared else None}
+    model = nn.Linear(1, 1)
+    found: dict[str, Any] = {}
+    load(Parts(model=model, extra=found), save(Parts(model=model, extra=saved), tmp_path / "i"))
+    assert_same(found, saved)
+
+
+@settings(max_examples=60, deadline=None)
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+@given(tree=TREES, odd=st.sampled_from([object(), print, iter(()), torch.ones(1).to_sparse(), range(3)]))
+def test_a_random_tree_with_an_odd_leaf_is_refused_by_its_name(tree: Any, odd: object) -> None:  # noqa: ANN401 - any tree
+    extra = {"tree": tree, "deep": [{"in": (1, odd)}]}
+    with pytest.raises(UnsupportedLeafError, match=r"^extra\.deep\.0\.in\.1: "):
+        capture(Parts(model=nn.Linear(1, 1), extra=extra), rank=0, world=1)
+
+
+def assert_same(found: Any, expected: Any) -> None:  # noqa: ANN401 - any tree
+    assert type(found) is type(expected)
+    if isinstance(expected, torch.Tensor):
+        assert_same_tensor(found, expected)
+    elif isinstance(expected, dict):
+        assert list(found) == list(expected)
+        assert [type(key) for key in found] == [type(key) for key in expected]
+        for key, value in expected.items():
+            assert_same(found[key], value)
+    elif isinstance(expected, (list, tuple, deque)):
+        assert len(found) == len(expected)
+        for one, other in zip(found, expected, strict=True):
+            assert_same(one, other)
+    elif isinstance(expected, np.ndarray):
+        assert (found.dtype, found.tolist()) == (expected.dtype, expected.tolist())
+    else:
+        assert repr(found) == repr(expected)
+        assert found == expected
+
+
+def test_an_enumeration_comes_back_as_itself() -> None:
+    def refuse(name: str, _: torch.Tensor) -> dict[str, Any]:
+        raise AssertionError(name)
+
+    encoded = Encoder(refuse).encode("x", Colour.BLUE)
+    assert Decoder(lambda _: torch.ones(1)).decode(encoded) is Colour.BLUE
+
+
+@pytest.mark.parametrize(
+    "change", [{"v": "GREEN"}, {"of": "os:environ"}, {"of": "no.such.module:Colour"}, {"of": "torch:nn"}], ids=str
+)
+def test_an_enumeration_that_is_not_here_is_refused_and_nothing_is_imported(change: dict[str, str]) -> None:
+    encoded = {"$": "enum", "of": f"{__name__}:Colour", "v": "RED"} | change
+    with pytest.raises(StateMismatchError, match="can't read"):
+        Decoder(lambda _: torch.ones(1)).decode(encoded)
+
+
+class Rights(enum.Flag):
+    """One whose members combine."""
+
+    READ = 1
+    WRITE = 2
+
+
+def test_an_enumeration_that_nobody_could_find_again_is_refused() -> None:
+    class Local(enum.Enum):
+        A = 1
+
+    for odd in (Local.A, Rights.READ | Rights.WRITE):
+        with pytest.raises(UnsupportedLeafError, match=r"extra\.e: "):
+            capture(Parts(model=nn.Linear(1, 1), extra={"e": odd}), rank=0, world=1)
+
+
+@pytest.mark.fault("B20")
+def test_scalars_and_tensors_without_elements_come_back(tmp_path: Path) -> None:
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm1d(2)
+            self.scalar = nn.Parameter(torch.rand(()))
+            self.empty = nn.ParameterList([torch.rand(shape) for shape in ((0,), (0, 5), (1, 0, 3))])
+
+    saved, live = Odd(), Odd()
+    saved.norm(torch.rand(4, 2))
+    load(Parts(model=live, extra={"none": {}}), save(Parts(model=saved, extra={"none": {}}), tmp_path / "i"))
+    assert [raw(tensor) for tensor in live.state_dict().values()] == [raw(t) for t in saved.state_dict().values()]
+    load(Parts(model=nn.Identity()), save(Parts(model=nn.Identity()), tmp_path / "nothing"))
