@@ -12,7 +12,7 @@ from tests.support.source import ROOT
 from toprope.chaos.journal import Final, JournalReader, read_finals
 from toprope.chaos.live.cluster import Cadences, Cluster, running_cluster
 from toprope.chaos.live.forking import ForkedServices, ForkServer
-from toprope.chaos.live.processes import become_subreaper
+from toprope.chaos.live.processes import become_subreaper, wait_until
 from toprope.chaos.live.ranks import World
 from toprope.chaos.oracle import compare, torn_restores
 
@@ -29,9 +29,11 @@ def warm() -> Iterator[ForkServer]:
         yield server
 
 
-def world_of(kind: str, directory: Path, warm: ForkServer, cluster: Cluster | None = None) -> World:
+def world_of(
+    kind: str, directory: Path, warm: ForkServer, cluster: Cluster | None = None, ranks: int | None = None
+) -> World:
     hooks = "--no-hooks" if cluster is None else "--hooks"
-    count = WORLDS[kind]
+    count = ranks or WORLDS[kind]
     return World(
         server=warm,
         directory=directory,
@@ -78,6 +80,38 @@ def test_a_killed_rank_goes_on_bit_for_bit(
     assert judgement.differences == ()
     assert judgement.identical
     assert torn_restores(journal.events) == ()
+
+
+@pytest.mark.fault("B141")
+@pytest.mark.slow
+def test_another_number_of_ranks_is_refused_with_both_counts_and_changes_nothing(
+    tmp_path: Path, warm: ForkServer, services: ForkedServices
+) -> None:
+    cadences = Cadences(every=EVERY, local_every=EVERY, object_every=EVERY)
+    with running_cluster(tmp_path, job=JOB, cadences=cadences, launch=services) as cluster:
+        ranks = world_of("fsdp2", tmp_path / "ranks", warm, cluster)
+        ranks.start()
+        try:
+            ranks.until(lambda: protected_step(cluster) == GATE, what=f"step {GATE} is protected")
+        finally:
+            ranks.stop()
+        before = attempt_of(cluster)
+        for count in (1, 3, 4):
+            others = world_of("fsdp2", tmp_path / f"{count}-ranks", warm, cluster, ranks=count)
+            others.start()
+            try:
+                wait_until(lambda others=others: len(others.statuses()) == others.world, what="they end", timeout_s=60)  # type: ignore[misc]
+            finally:
+                others.stop()
+            assert set(others.statuses().values()) == {64}
+            said = others.log(0).read_text()
+            assert f"the job was saved by 2 ranks and this launch has {count}; start it with 2" in said
+        assert attempt_of(cluster) == before
+
+
+def attempt_of(cluster: Cluster) -> str:
+    desired = cluster.desired()
+    return "" if desired is None or desired.attempt is None else desired.attempt.uid
 
 
 def protected_step(cluster: Cluster) -> int:

@@ -17,7 +17,7 @@ from tests.support.parallel_kinds import GATE, JOB
 from tests.support.parallel_trainers import Trainer, build
 from torch import distributed
 
-from toprope.trainer_hooks import Checkpointer
+from toprope.trainer_hooks import Checkpointer, one_line_errors
 
 GATE_TIMEOUT_S = 90.0
 
@@ -38,7 +38,11 @@ class Journal:
 
 def main(arguments: Sequence[str]) -> None:
     """Train as one rank."""
-    kind, steps, hooks, _, out = arguments
+    with one_line_errors():
+        _train(*arguments)
+
+
+def _train(kind: str, steps: str, hooks: str, _: str, out: str) -> None:
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     journal = Journal(Path(out), rank)
     distributed.init_process_group("gloo", timeout=timedelta(seconds=100))

@@ -37,6 +37,7 @@ def test_each_dtype_of_torch_is_kept_or_refused_by_name(dtype: torch.dtype, tmp_
         with pytest.raises(UnsupportedLeafError, match=rf"extra\.x: a tensor of dtype {dtype}, which can't be kept"):
             check_tensor("extra.x", tensor)
         return
+    tensor = torch.ones(3 * dtype.itemsize, dtype=torch.uint8).view(dtype)
     found: dict[str, Any] = {}
     load(
         Parts(model=nn.Linear(1, 1), extra=found),
