@@ -20,7 +20,8 @@ from toprope.coordinator.wire import Kept, Tier
 class Safety:
     """For one attempt: the newest protected step and the newest step at hand (0: none), and each rank's steps.
 
-    ``hopeless``: steps that some rank has in memory, and another has not and never will, so that it can't be protected.
+    ``hopeless``: steps that can't be protected any more. Some rank has it in memory and another has not and never will,
+    or the holder of a rank's peer copies has gone on to a later step: it never comes back for an earlier one.
     """
 
     protected_step: int
@@ -58,12 +59,17 @@ def assess(nodes: Sequence[Node], *, attempt_uid: str, world: int) -> Safety:
         may_be_ready = (step, rank) in stored and any((step, other) not in stored for other in range(world))
         return not memory[step, rank] and not may_be_ready and ((step, rank) in skipped or gone_on)
 
+    def was_passed_over(step: int, rank: int) -> bool:
+        being_stored = len({(step, other) for other in range(world)} & stored) in range(1, world)
+        later = newest[rank].get("peer", 0) > step > max(protected, default=0)
+        return later and not peer[step, rank] and not being_stored
+
     return Safety(
         protected_step=max(protected, default=0),
         at_hand_step=max(at_hand, default=0),
         newest=newest,
         at_hand=frozenset(at_hand),
-        hopeless=tuple(s for s in steps if any(will_never_be(s, rank) for rank in range(world))),
+        hopeless=tuple(s for s in steps if any(will_never_be(s, r) or was_passed_over(s, r) for r in range(world))),
     )
 
 

@@ -230,7 +230,7 @@ class Desired(_Document, frozen=True, kw_only=True):
     placement: tuple[Placement, ...] = ()
     keep: tuple[Kept, ...] = ()
     dropped: tuple[Kept, ...] = ()
-    """Steps that can't become complete, since a rank has none of them: nothing need wait for their copies."""
+    """Steps that can't be protected, as a rank has none or its holder has gone on: nothing waits for their copies."""
     read_backs: tuple[ReadBackTask, ...] = ()
     protected_step: int = 0
     ready_step: int = 0

@@ -607,3 +607,26 @@ def test_a_step_that_a_rank_holds_in_a_peers_memory_only_is_dropped_since_it_can
     reign.hold(8, tiers=("peer",), ranks=(1,))
     reign.hold(10, ranks=(1,))
     assert reign.desired.dropped == (Kept(attempt_uid=uid(reign), step=8),)
+
+
+def test_a_step_that_a_ranks_holder_has_passed_over_is_dropped_so_that_the_other_holder_goes_on_too() -> None:
+    """Else each waits half a minute with a step of its own, and all ranks run out of slots."""
+    reign = training()
+    reign.hold(2, tiers=("memory", "peer"))
+    reign.hold(4, tiers=("memory",))
+    reign.hold(4, tiers=("peer",), ranks=(1,))
+    assert reign.desired.dropped == ()
+    reign.hold(6, tiers=("memory",))
+    reign.hold(6, tiers=("peer",), ranks=(0,))
+    assert reign.desired.dropped == (Kept(attempt_uid=uid(reign), step=4),)
+    reign.hold(6, tiers=("peer",), ranks=(1,))
+    assert reign.desired.protected_step == 6
+
+
+def test_a_step_that_was_passed_over_is_not_dropped_while_it_may_become_ready() -> None:
+    reign = training()
+    reign.hold(8, tiers=("memory",))
+    reign.hold(8, tiers=("object",), ranks=(0,))
+    reign.hold(10, tiers=("memory",))
+    reign.hold(10, tiers=("peer",), ranks=(0,))
+    assert reign.desired.dropped == ()
