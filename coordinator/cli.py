@@ -14,8 +14,10 @@ import typer
 from toprope.coordinator import status as status_page
 from toprope.coordinator import up as up_supervisor
 from toprope.coordinator.adapters.mqtt import retained_url
-from toprope.coordinator.config import Config, address, read_token
+from toprope.coordinator.config import Config
 from toprope.coordinator.runtime import run
+from toprope.coordinator.serving import check_ready_file, read_token
+from toprope.coordinator.settings import parse_address
 from toprope.coordinator.wire import Cadence
 from toprope.store.errors import UsageError
 from toprope.store.names import checked_id
@@ -70,16 +72,15 @@ def coordinator(  # noqa: PLR0913 - the options of a service
     config = Config(
         job=job,
         store=store,
-        listen=address(listen, what="--listen"),
-        broker=address(broker, what="--broker") if broker else None,
-        embedded_broker=address(broker_listen, what="--broker-listen") if embedded_broker else None,
+        listen=parse_address(listen, what="--listen"),
+        broker=parse_address(broker, what="--broker") if broker else None,
+        embedded_broker=parse_address(broker_listen, what="--broker-listen") if embedded_broker else None,
         cadence=Cadence(from_step=0, every=every, local_every=local_every, object_every=object_every),
         token=read_token(token_file),
         ready_file=ready_file,
         verdict_deadline_s=verdict_deadline_s,
     )
-    if ready_file is not None and not ready_file.parent.is_dir():
-        raise UsageError(f"--ready-file {ready_file}: its directory does not exist")
+    check_ready_file(ready_file)
     _log_to_stderr()
     asyncio.run(run(config))
 
@@ -113,6 +114,7 @@ def up(  # noqa: PLR0913 - the options of a service
     Prints the variable that a trainer needs on stdout. A child that dies is started again on its old port.
     """
     cadence = Cadence(from_step=0, every=every, local_every=local_every, object_every=object_every)
+    check_ready_file(ready_file)
     name = node or socket.gethostname().lower()
     where = up_supervisor.layout(job=job, node=name, store=store, directory=directory, memory_dir=memory_dir)
     up_supervisor.up(where, cadence, announce=ready_file)
@@ -139,7 +141,7 @@ def status(
     elif not job:
         raise UsageError("give --coordinator URL, or --job with the --broker or the --dir of its `ckpt up`")
     elif broker:
-        url = asyncio.run(retained_url(address(broker, what="--broker"), job=checked_id(job, what="job")))
+        url = asyncio.run(retained_url(parse_address(broker, what="--broker"), job=checked_id(job, what="job")))
     else:
         url = up_supervisor.running_url(job, directory)
     body = status_page.fetch(url, job=job, token=read_token(token_file))

@@ -5,36 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from toprope.coordinator.settings import Address, check_reach
 from toprope.coordinator.wire import Cadence
 from toprope.store.errors import UsageError
 from toprope.store.names import checked_id
-
-LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
-TOKEN_CHARS_MIN = 16
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Address:
-    """A host and a port; port 0 lets the system choose."""
-
-    host: str
-    port: int
-
-    def __str__(self) -> str:
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"{host}:{self.port}"
-
-
-def address(text: str, *, what: str) -> Address:
-    """Return the address in ``HOST:PORT``.
-
-    Raises:
-        UsageError: it is not one.
-    """
-    host, colon, port = text.rpartition(":")
-    if not colon or not host or not port.isdecimal() or int(port) > 65535:  # noqa: PLR2004 - the largest port
-        raise UsageError(f"{what} {text!r} is not HOST:PORT with a port of 0 to 65535")
-    return Address(host=host.strip("[]"), port=int(port))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,11 +42,8 @@ class Config:
         if self.broker is not None and self.embedded_broker is not None:
             raise UsageError("give --broker or --embedded-broker, not both")
         for where, what in ((self.listen, "--listen"), (self.embedded_broker, "--broker-listen")):
-            if where is not None and where.host not in LOOPBACK and not self.token:
-                raise UsageError(
-                    f"{what} {where} can be reached from other machines: give --token-file with a secret, "
-                    "or listen on 127.0.0.1"
-                )
+            if where is not None:
+                check_reach(where, what=what, token=self.token)
 
 
 def check_cadence(cadence: Cadence) -> None:
@@ -91,22 +62,3 @@ def check_cadence(cadence: Cadence) -> None:
                 f"{name} {every} is not {before} times a power of two (1, 2, 4, ...), as it must be to nest"
             )
         before = every
-
-
-def read_token(path: Path | None) -> str:
-    """Return the secret in a file, empty when there is none.
-
-    Raises:
-        UsageError: the file can't be read, or holds too little to be a secret.
-    """
-    if path is None:
-        return ""
-    try:
-        token = path.read_text(encoding="ascii").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"token file {path} can't be read: {error}") from error
-    if len(token) < TOKEN_CHARS_MIN:
-        raise UsageError(
-            f"token file {path} holds {len(token)} characters: put a secret of at least {TOKEN_CHARS_MIN} into it"
-        )
-    return token

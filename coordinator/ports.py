@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Protocol
 
+from toprope.coordinator.settings import Wrap
 from toprope.coordinator.wire import Desired, Inventory
 from toprope.store.fold import JobState
 from toprope.store.manifest import File
@@ -66,22 +67,6 @@ class Ports:
     store: StorePort
     nodes: NodesPort
     broker: BrokerPort
-
-
-_P = TypeVar("_P")
-
-
-class Wrap(Protocol):
-    """Given a port's name and a port, returns what to use in its place. For those who break things."""
-
-    def __call__(self, name: str, port: _P, /) -> _P:
-        """Return the port, or one that does more around each call of it."""
-
-
-def unwrapped(name: str, port: _P, /) -> _P:
-    """Return the port as it is: what ``Wrap`` is when nothing is to be broken."""
-    assert name
-    return port
 
 
 def wrapped(ports: Ports, wrap: Wrap) -> Ports:

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import os
 import signal
 from contextlib import AsyncExitStack
-from typing import Any
 
 from toprope.coordinator.adapters.broker import embedded
 from toprope.coordinator.adapters.http import application, served
 from toprope.coordinator.adapters.mqtt import Mqtt
 from toprope.coordinator.adapters.nodes import HttpNodes, session
 from toprope.coordinator.adapters.objects import ThreadedStore
-from toprope.coordinator.config import Address, Config
+from toprope.coordinator.config import Config
 from toprope.coordinator.performer import Coordinator
-from toprope.coordinator.ports import Ports, Wrap, unwrapped, wrapped
-from toprope.coordinator.wire import Desired
+from toprope.coordinator.ports import Ports, wrapped
+from toprope.coordinator.serving import NoBroker, write_ready_file
+from toprope.coordinator.settings import Address, Wrap, unwrapped
 from toprope.store.errors import CkptError
 from toprope.store.objects.opening import open_store, sweep_uploads
 
@@ -71,25 +70,14 @@ async def _sweep(config: Config) -> None:
             _LOG.info("swept %d unfinished uploads: %s", len(swept), ", ".join(swept[:10]))
 
 
-class NoBroker:
-    """A ``BrokerPort`` for a job whose documents go by HTTP alone."""
-
-    async def publish(self, desired: Desired) -> None:
-        """Do nothing: whoever asks by HTTP is answered."""
-
-
 def announce_ready(config: Config, *, url: str, broker: Address | None) -> None:
     """Say where the coordinator serves: in the log, and in the ready file if one is wanted."""
     where = f"ready url={url}" + (f" broker={broker}" if broker is not None else "")
     _LOG.info(where)
     if config.ready_file is None:
         return
-    content: dict[str, Any] = {"url": url, "pid": os.getpid()}
-    if broker is not None:
-        content["broker"] = str(broker)
-    temporary = config.ready_file.with_name(f".{config.ready_file.name}.{os.getpid()}")
-    temporary.write_text(json.dumps(content) + "\n", encoding="utf-8")
-    temporary.replace(config.ready_file)
+    more = {"broker": str(broker)} if broker is not None else {}
+    write_ready_file(config.ready_file, {"url": url, "pid": os.getpid(), **more})
 
 
 def _cause(group: BaseExceptionGroup[BaseException]) -> BaseException:

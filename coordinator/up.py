@@ -23,6 +23,7 @@ from types import FrameType
 
 from toprope.coordinator.adapters.broker import free_port
 from toprope.coordinator.config import check_cadence
+from toprope.coordinator.serving import write_ready_file
 from toprope.coordinator.wire import Cadence
 from toprope.store.errors import CkptError, UsageError
 from toprope.store.names import checked_id
@@ -249,9 +250,7 @@ def _announce(supervisor: Supervisor, where: Layout, *, ports: Mapping[str, int]
         "pids": {child.name: child.process.pid for child in supervisor.children if child.process is not None},
     }
     for path in (where.address_file, *([announce] if announce is not None else [])):
-        temporary = path.with_name(f".{path.name}.{os.getpid()}")
-        temporary.write_text(json.dumps(content) + "\n", encoding="utf-8")
-        temporary.replace(path)
+        write_ready_file(path, content)
     tell(f"job {where.job}: broker, coordinator and sidecar of node {where.node} are up; logs in {where.logs}")
     print(f"export CKPT_SOCKET={where.socket}", flush=True)  # noqa: T201 - what a shell is to evaluate
     tell(f"next: start your trainer with that variable set; `ckpt status --coordinator {url}` says what is safe")

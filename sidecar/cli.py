@@ -11,13 +11,9 @@ from typing import Annotated
 
 import typer
 
-from toprope.sidecar.config import (
-    SidecarConfig,
-    default_node,
-    parse_address,
-    parse_domain,
-    read_token,
-)
+from toprope.coordinator.serving import check_ready_file, read_token
+from toprope.coordinator.settings import parse_address
+from toprope.sidecar.config import SidecarConfig, default_node, parse_domain
 from toprope.sidecar.runtime import run
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
@@ -65,8 +61,9 @@ def sidecar(  # noqa: PLR0913 - one parameter for each flag
         state_size=state_size,
         ranks=ranks,
         copies=copies,
-        token=read_token(token_file) if token_file is not None else None,
+        token=read_token(token_file),
         ready_file=ready_file,
     )
+    check_ready_file(ready_file)
     os.umask(0o077)
     asyncio.run(run(config))

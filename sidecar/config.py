@@ -8,25 +8,13 @@ import socket
 from dataclasses import dataclass
 from pathlib import Path
 
+from toprope.coordinator.settings import Address, check_reach
 from toprope.store.errors import UsageError
 from toprope.store.names import checked_id
 
 MAX_SOCKET_PATH_BYTES = 107
 _LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,62}")
-_LOOPBACK = {"127.0.0.1", "localhost", "::1"}
 _ANY = {"0.0.0.0", "::"}  # noqa: S104 - they are refused
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Address:
-    """A host and a port; port 0 lets the system choose."""
-
-    host: str
-    port: int
-
-    def __str__(self) -> str:
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"{host}:{self.port}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +35,7 @@ class SidecarConfig:
     state_size: int | None = None
     ranks: int = 1
     copies: int = 1
-    token: str | None = None
+    token: str = ""
     ready_file: Path | None = None
     stall_timeout_s: float = 5.0
     use_deadline_s: float = 30.0
@@ -89,23 +77,10 @@ def _check_socket(path: Path) -> None:
         )
 
 
-def _check_listen(listen: Address, *, token: str | None) -> None:
-    if listen.host not in _LOOPBACK and token is None:
-        raise UsageError(f"--listen {listen.host} is reachable by others: give --token-file as well")
+def _check_listen(listen: Address, *, token: str) -> None:
+    check_reach(listen, what="--listen", token=token)
     if listen.host in _ANY:
         raise UsageError(f"--listen {listen} names no host: give the address at which other nodes reach this one")
-
-
-def parse_address(text: str, *, what: str) -> Address:
-    """Return HOST:PORT as an address.
-
-    Raises:
-        UsageError: it is not of that form.
-    """
-    host, colon, port = text.rpartition(":")
-    if not colon or not host or not port.isdecimal() or int(port) > 65535:  # noqa: PLR2004 - the highest port
-        raise UsageError(f"{what} {text!r} is not usable: give HOST:PORT")
-    return Address(host=host.strip("[]"), port=int(port))
 
 
 def parse_domain(labels: list[str], *, node: str) -> dict[str, str]:
@@ -124,18 +99,3 @@ def parse_domain(labels: list[str], *, node: str) -> dict[str, str]:
 def default_node() -> str:
     """Return this host's name as a node id."""
     return socket.gethostname().lower()
-
-
-def read_token(path: Path) -> str:
-    """Return the token in a file.
-
-    Raises:
-        UsageError: it can't be read, or holds too little to be a secret.
-    """
-    try:
-        token = path.read_text(encoding="ascii").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"token file {path} can't be read: {error}") from error
-    if len(token) < 16:  # noqa: PLR2004 - shorter than 16 characters is guessable
-        raise UsageError(f"token file {path} holds {len(token)} characters; give at least 16 random ones")
-    return token

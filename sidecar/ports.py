@@ -8,26 +8,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Protocol
 
+from toprope.coordinator.settings import Wrap
 from toprope.coordinator.wire import Desired, Inventory, OpenAnswer, OpenRequest
 from toprope.store.objects.protocol import ObjectStore
 from toprope.trainer_hooks.slot import Page
-
-P = TypeVar("P")
-
-
-class Wrap(Protocol):
-    """Returns something that behaves as the port of this name does."""
-
-    def __call__(self, name: str, port: P) -> P:
-        """Return the port to use."""
-        ...
-
-
-def no_wrap(name: str, port: P) -> P:  # noqa: ARG001 - the signature is Wrap's
-    """Return the port as it is."""
-    return port
 
 
 class PagesPort(Protocol):

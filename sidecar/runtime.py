@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import json
 import logging
 import os
 import signal
@@ -12,24 +11,25 @@ import socket
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
 import aiohttp
 from aiohttp import web
 
+from toprope.coordinator.serving import NoBroker, write_ready_file
+from toprope.coordinator.settings import Address, Wrap, unwrapped
 from toprope.coordinator.wire import Presence
-from toprope.sidecar.adapters.broker import MqttBroker, NoBroker
+from toprope.sidecar.adapters.broker import MqttBroker
 from toprope.sidecar.adapters.coordinator import HttpCoordinator
 from toprope.sidecar.adapters.files import Disk, Pages
 from toprope.sidecar.adapters.http import SidecarHttp
 from toprope.sidecar.adapters.peers import HttpPeers
 from toprope.sidecar.budget import measure, needed_bytes, why_too_little
-from toprope.sidecar.config import Address, SidecarConfig
+from toprope.sidecar.config import SidecarConfig
 from toprope.sidecar.core import Core, Identity
 from toprope.sidecar.local_tier import LocalTier
 from toprope.sidecar.memory import Memory, boot_id, lock_memory, make_directory, used_bytes
 from toprope.sidecar.performer import Parts, Sidecar
-from toprope.sidecar.ports import Ports, Wrap, no_wrap
+from toprope.sidecar.ports import Ports
 from toprope.sidecar.staging import Stager
 from toprope.store.errors import CkptError, UsageError
 from toprope.store.objects.opening import open_store
@@ -53,7 +53,7 @@ class Ground:
     incarnation: str
 
 
-async def run(config: SidecarConfig, wrap: Wrap = no_wrap) -> None:
+async def run(config: SidecarConfig, wrap: Wrap = unwrapped) -> None:
     """Serve one node until SIGTERM or SIGINT.
 
     Raises:
@@ -213,6 +213,4 @@ async def _http(config: SidecarConfig, ground: Ground, sidecar: Sidecar) -> Asyn
 def _tell_ready(config: SidecarConfig, ground: Ground) -> None:
     log.info("ready url=%s", ground.url)
     if config.ready_file is not None:
-        temporary = config.ready_file.with_name(f"tmp.{config.ready_file.name}.{os.getpid()}")
-        temporary.write_text(json.dumps({"url": ground.url, "pid": os.getpid()}), encoding="utf-8")
-        temporary.rename(Path(config.ready_file))
+        write_ready_file(config.ready_file, {"url": ground.url, "pid": os.getpid()})

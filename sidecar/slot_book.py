@@ -65,7 +65,7 @@ class Grantee:
 class Needs:
     """What slots are needed for: steps that must stay, the attempt that trains, shards that a slower tier awaits.
 
-    ``dropped``: steps that can't become complete.
+    ``dropped``: steps that can't be protected any more.
     """
 
     kept: frozenset[tuple[str, int]]

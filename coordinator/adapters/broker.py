@@ -11,7 +11,7 @@ import socket
 import sys
 from collections.abc import Iterator
 
-from toprope.coordinator.config import Address, address
+from toprope.coordinator.settings import Address, parse_address
 from toprope.coordinator.wire import MAX_DESIRED_BYTES
 from toprope.store.errors import UsageError
 
@@ -51,7 +51,7 @@ def free_port(host: str) -> int:
 def main() -> None:
     """Run a broker at the address given as the only argument, until told to end."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    with contextlib.suppress(KeyboardInterrupt), embedded(address(sys.argv[1], what="address")):
+    with contextlib.suppress(KeyboardInterrupt), embedded(parse_address(sys.argv[1], what="address")):
         signal.pause()
 
 

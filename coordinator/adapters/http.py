@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import hmac
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Protocol
 
 import msgspec
 from aiohttp import web
-from aiohttp.typedefs import Handler, Middleware
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 
-from toprope.coordinator.config import Address
+from toprope.coordinator.serving import authorised
+from toprope.coordinator.settings import Address
 from toprope.coordinator.wire import (
     MAX_INVENTORY_BYTES,
     MAX_OPEN_BYTES,
@@ -57,7 +56,7 @@ class Service(Protocol):
 
 def application(service: Service, *, token: str) -> web.Application:
     """Return the routes, which all but ``/healthz`` ask for the token if there is one."""
-    app = web.Application(client_max_size=MAX_OPEN_BYTES, middlewares=[_authorise(token)] if token else [])
+    app = web.Application(client_max_size=MAX_OPEN_BYTES, middlewares=[authorised(token)])
     routes = _Routes(service)
     app.add_routes(
         [
@@ -88,23 +87,9 @@ async def served(app: web.Application, listen: Address) -> AsyncIterator[str]:
         except OSError as error:
             why = "it is in use" if error.errno == errno.EADDRINUSE else str(error)
             raise UsageError(f"can't listen on {listen}: {why}; give another --listen, or port 0 for any") from error
-        host = f"[{listen.host}]" if ":" in listen.host else listen.host
-        yield f"http://{host}:{runner.addresses[0][1]}"
+        yield f"http://{Address(host=listen.host, port=runner.addresses[0][1])}"
     finally:
         await runner.cleanup()
-
-
-def _authorise(token: str) -> Middleware:
-    wanted = f"Bearer {token}".encode()
-
-    @web.middleware
-    async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
-        given = request.headers.get("Authorization", "").encode()
-        if request.path != "/healthz" and not hmac.compare_digest(given, wanted):
-            raise web.HTTPUnauthorized(text="the token is missing or not the coordinator's: check --token-file\n")
-        return await handler(request)
-
-    return check
 
 
 class _Routes:

@@ -11,7 +11,7 @@ from typing import TypeAlias
 
 import aiomqtt
 
-from toprope.coordinator.config import Address
+from toprope.coordinator.settings import Address
 from toprope.coordinator.wire import (
     MAX_DESIRED_BYTES,
     MAX_INVENTORY_BYTES,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import aiohttp
 
+from toprope.coordinator.serving import limited_body
 from toprope.coordinator.wire import MAX_INVENTORY_BYTES, DocumentError, Inventory, decode
 
 
@@ -19,19 +20,10 @@ class HttpNodes:
             async with self._session.get(f"{url}/v1/inventory") as answer:
                 if answer.status != 200:  # noqa: PLR2004 - HTTP's ok
                     return None
-                return decode(await _body(answer), Inventory, limit=MAX_INVENTORY_BYTES)
+                body = await limited_body(answer, limit=MAX_INVENTORY_BYTES)
+                return decode(body, Inventory, limit=MAX_INVENTORY_BYTES)
         except (aiohttp.ClientError, TimeoutError, DocumentError, ValueError, OSError):
             return None
-
-
-async def _body(answer: aiohttp.ClientResponse) -> bytes:
-    """Return the whole body, however many pieces it comes in; of one that is too long, enough to see that."""
-    body = bytearray()
-    async for piece in answer.content.iter_any():
-        body += piece
-        if len(body) > MAX_INVENTORY_BYTES:
-            break
-    return bytes(body)
 
 
 def session(*, token: str, timeout_s: float) -> aiohttp.ClientSession:

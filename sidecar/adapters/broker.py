@@ -14,9 +14,9 @@ from collections.abc import Callable
 
 import aiomqtt
 
+from toprope.coordinator.settings import Address
 from toprope.coordinator.wire import MAX_DESIRED_BYTES, Desired, DocumentError, Inventory, Presence, decode, encode
 from toprope.sidecar import metrics
-from toprope.sidecar.config import Address
 
 KEEPALIVE_S = 5
 TIMEOUT_S = 5.0
@@ -131,15 +131,3 @@ def _is_cancelled() -> bool:
     """Say whether this task is to end: to leave a client may fail, and its error then hides the cancellation."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
-
-
-class NoBroker:
-    """Stands in where no broker was configured."""
-
-    async def publish_inventory(self, inventory: Inventory) -> bool:  # noqa: ARG002 - the port's signature
-        """Publish nothing."""
-        return False
-
-    def connected(self) -> bool:
-        """Say that there is none."""
-        return False

@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
+from toprope.coordinator.serving import limited_body
 from toprope.coordinator.wire import (
     MAX_DESIRED_BYTES,
     Desired,
@@ -31,7 +32,7 @@ class HttpCoordinator:
     """Tries the coordinator that the newest document names, then those that were configured."""
 
     def __init__(
-        self, session: aiohttp.ClientSession, *, urls: tuple[str, ...], token: str | None, current: Callable[[], str]
+        self, session: aiohttp.ClientSession, *, urls: tuple[str, ...], token: str, current: Callable[[], str]
     ) -> None:
         self._session = session
         self._urls = tuple(url.rstrip("/") for url in urls)
@@ -72,22 +73,13 @@ class HttpCoordinator:
         headers = {**self._headers, "Content-Type": "application/json"}
         try:
             async with self._session.request(method, url, data=body, headers=headers, timeout=timeout) as response:
-                answer = await _limited(response)
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+                answer = await limited_body(response, limit=MAX_DESIRED_BYTES)
+        except (aiohttp.ClientError, TimeoutError, OSError, DocumentError) as error:
             raise CoordinatorError(f"{url}: {said(error)}") from error
         if response.status != http.HTTPStatus.OK:
             text = answer[:200].decode("utf-8", "replace").strip()
             raise CoordinatorError(f"{urlsplit(url).netloc} answered {response.status}: {text}")
         return answer
-
-
-async def _limited(response: aiohttp.ClientResponse) -> bytes:
-    answer = bytearray()
-    async for chunk in response.content.iter_chunked(1 << 16):
-        answer += chunk
-        if len(answer) > MAX_DESIRED_BYTES:
-            raise CoordinatorError(f"{response.url} answers more than {MAX_DESIRED_BYTES} bytes")
-    return bytes(answer)
 
 
 _D = TypeVar("_D", Desired, OpenAnswer)

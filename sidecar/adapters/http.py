@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
 import itertools
 import json
 import re
@@ -14,6 +13,7 @@ from pathlib import Path
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
+from toprope.coordinator.serving import authorised
 from toprope.coordinator.wire import TIERS, Inventory, encode
 from toprope.sidecar import metrics
 from toprope.sidecar.values import Way
@@ -26,8 +26,6 @@ _CHUNK_BYTES = 1 << 20
 _LEAST_BYTES_PER_S = 20_000_000
 _COPY = r"/v1/copies/{attempt_uid:[0-9a-f]{1,64}}/{step:\d{1,15}}/{rank:\d{1,9}}"
 _HEX = re.compile(r"[0-9a-f]{32}")
-
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +47,7 @@ class SidecarHttp:
         copies: Copies,
         *,
         inventory_after: Callable[[int, float], Awaitable[Inventory | None]],
-        token: str | None,
+        token: str,
         stall_timeout_s: float,
         use_deadline_s: float,
     ) -> None:
@@ -62,21 +60,13 @@ class SidecarHttp:
 
     def application(self) -> web.Application:
         """Return the application to serve."""
-        application = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[self._authorised])
+        application = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[authorised(self._token)])
         application.router.add_get("/healthz", self._healthz)
         application.router.add_get("/metrics", self._metrics)
         application.router.add_get("/v1/inventory", self._inventory)
         application.router.add_get(_COPY, self._copy)
         application.router.add_post(f"{_COPY}/ack", self._ack)
         return application
-
-    @web.middleware
-    async def _authorised(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        if self._token is not None and request.path != "/healthz":
-            given = request.headers.get("Authorization", "")
-            if not hmac.compare_digest(given.encode(), f"Bearer {self._token}".encode()):
-                raise web.HTTPUnauthorized(text="give the job's token\n")
-        return await handler(request)
 
     async def _healthz(self, _request: web.Request) -> web.Response:
         return web.Response(text="ok\n")

@@ -7,6 +7,7 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
+from toprope.coordinator.serving import limited_body
 from toprope.coordinator.wire import MAX_INVENTORY_BYTES, DocumentError, Inventory, decode
 from toprope.sidecar.ports import PeerError, said
 
@@ -17,7 +18,7 @@ _READ_BYTES = 4 * 1024 * 1024
 class HttpPeers:
     """Speaks to other sidecars, with the job's token if there is one."""
 
-    def __init__(self, session: aiohttp.ClientSession, *, node: str, token: str | None, stall_timeout_s: float) -> None:
+    def __init__(self, session: aiohttp.ClientSession, *, node: str, token: str, stall_timeout_s: float) -> None:
         self._session = session
         self._node = node
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
@@ -33,9 +34,7 @@ class HttpPeers:
             ) as response:
                 if response.status != http.HTTPStatus.OK:
                     raise PeerError(f"{url} answered {response.status}")
-                body = await response.content.read(MAX_INVENTORY_BYTES + 1)
-                while len(body) <= MAX_INVENTORY_BYTES and (more := await response.content.read(MAX_INVENTORY_BYTES)):
-                    body += more
+                body = await limited_body(response, limit=MAX_INVENTORY_BYTES)
             return decode(body, Inventory, limit=MAX_INVENTORY_BYTES)
         except (aiohttp.ClientError, TimeoutError, OSError, DocumentError) as error:
             raise PeerError(f"{url}: {said(error)}") from error

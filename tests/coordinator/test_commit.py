@@ -13,10 +13,11 @@ from tests.support.fake_store import FakeStore
 from tests.support.reigns import JOB, SPEC, FakeNode, copy_of
 
 from toprope.coordinator.adapters.objects import ThreadedStore
-from toprope.coordinator.config import Address, Config
+from toprope.coordinator.config import Config
 from toprope.coordinator.log import Log
 from toprope.coordinator.performer import Coordinator
 from toprope.coordinator.ports import Ports
+from toprope.coordinator.settings import Address
 from toprope.coordinator.wire import AttemptView, Cadence, Copy, Desired, Inventory, OpenAnswer, OpenRequest, Place
 from toprope.store import manifest
 from toprope.store.digest import digest

@@ -10,8 +10,8 @@ import aiomqtt
 import pytest
 
 from toprope.coordinator.adapters import mqtt
-from toprope.coordinator.config import Address
 from toprope.coordinator.performer import _ended
+from toprope.coordinator.settings import Address
 
 
 class DeadBroker:

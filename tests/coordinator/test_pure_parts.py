@@ -9,8 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from toprope.coordinator import spec
-from toprope.coordinator.config import Address, address, check_cadence, read_token
+from toprope.coordinator.config import check_cadence
 from toprope.coordinator.placement import Site, apart, place
+from toprope.coordinator.serving import read_token
+from toprope.coordinator.settings import Address, parse_address
 from toprope.coordinator.wire import Cadence
 from toprope.store.errors import UsageError
 
@@ -99,13 +101,13 @@ def test_a_cadence_of_powers_of_two_is_fine() -> None:
 @pytest.mark.parametrize("text", ["", "host", ":80", "host:", "host:x", "host:65536", "host:-1"])
 def test_what_is_no_address_is_refused(text: str) -> None:
     with pytest.raises(UsageError, match="HOST:PORT"):
-        address(text, what="--listen")
+        parse_address(text, what="--listen")
 
 
 @pytest.mark.parametrize(("text", "host"), [("127.0.0.1:80", "127.0.0.1"), ("[::1]:80", "::1")])
 def test_an_address_is_a_host_and_a_port(text: str, host: str) -> None:
-    assert address(text, what="--listen") == Address(host=host, port=80)
-    assert str(address(text, what="--listen")) == text
+    assert parse_address(text, what="--listen") == Address(host=host, port=80)
+    assert str(parse_address(text, what="--listen")) == text
 
 
 def test_a_token_file_that_is_missing_or_holds_no_secret_is_refused(tmp_path: Path) -> None:

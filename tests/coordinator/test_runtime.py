@@ -101,12 +101,13 @@ def started(tmp_path: Path) -> Iterator[Start]:
 @pytest.mark.parametrize(
     ("arguments", "what"),
     [
-        (("--broker", "nowhere"), "--broker 'nowhere' is not HOST:PORT"),
+        (("--broker", "nowhere"), "--broker 'nowhere' is not usable: give HOST:PORT"),
         (("--every", "0"), "--every 0"),
         (("--every", "4", "--local-every", "6"), "--local-every 6"),
         (("--listen", "0.0.0.0:0"), "--token-file"),
         (("--broker", "127.0.0.1:1", "--embedded-broker"), "not both"),
         (("--token-file", "/nonexistent"), "can't be read"),
+        (("--ready-file", "/nowhere/ready"), "--ready-file /nowhere/ready: its directory does not exist"),
         (("--every", "x"), "--every"),
         (("--what",), "--what"),
     ],

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 from tests.support.strict_s3 import ACCESS_KEY, Rule, StrictS3, Upload, environment, strict_s3, write_credentials
 
-from toprope.coordinator.config import Address, Config
+from toprope.coordinator.config import Config
 from toprope.coordinator.runtime import _sweep
+from toprope.coordinator.settings import Address
 from toprope.coordinator.wire import Cadence
 
 

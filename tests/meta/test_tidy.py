@@ -79,13 +79,16 @@ def test_each_open_task_in_the_code_names_its_issue() -> None:
     assert found == []
 
 
-def test_the_sidecar_knows_nothing_of_the_coordinator_but_its_wire() -> None:
+SHARED_BY_THE_SERVICES = tuple(f"toprope.coordinator.{module}" for module in ("wire", "settings", "serving"))
+
+
+def test_the_sidecar_knows_of_the_coordinator_only_its_wire_and_what_services_share() -> None:
     found = [
         f"{path}: {name}"
         for path in shipped_files()
         if path.parts[0] == "sidecar"
         for name in _imports(tree_of(path))
-        if name.startswith("toprope.coordinator") and not name.startswith("toprope.coordinator.wire")
+        if name.startswith("toprope.coordinator") and not name.startswith(SHARED_BY_THE_SERVICES)
     ]
     assert found == []
 

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from toprope.sidecar.config import SidecarConfig, parse_address
+from toprope.coordinator.settings import parse_address
+from toprope.sidecar.config import SidecarConfig
 from toprope.store.errors import UsageError
 
 

@@ -56,7 +56,7 @@ def head(length: int, status: str = "200 OK") -> bytes:
 async def test_only_a_whole_body_of_the_right_length_is_received(answer: bytes, said: str) -> None:
     into = memoryview(bytearray(200))
     async with aiohttp.ClientSession() as session:
-        peers = HttpPeers(session, node="a", token=None, stall_timeout_s=5.0)
+        peers = HttpPeers(session, node="a", token="", stall_timeout_s=5.0)
         with answering(answer) as url:
             if said:
                 with pytest.raises(PeerError, match=said):

@@ -52,6 +52,7 @@ def wait_for_end(node: Node) -> int:
         (("--memory", str(1 << 60)), "--memory 1152921504606846976: "),
         (("--state-size", "1000", "--memory", "100"), "5000 bytes of memory needed; --memory allows 100"),
         (("--token-file", "/dev/null"), "holds 0 characters"),
+        (("--ready-file", "/nowhere/ready"), "--ready-file /nowhere/ready: its directory does not exist"),
     ],
 )
 def test_wrong_settings_get_one_line_and_status_64(nodes: MakeNode, more: tuple[str, ...], text: str) -> None:

@@ -1,0 +1,98 @@
+"""What both services do alike to serve: the token, the ready file, who may ask, and how much of an answer is read."""
+
+from __future__ import annotations
+
+import hmac
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import aiohttp
+from aiohttp import web
+from aiohttp.typedefs import Handler, Middleware
+
+from toprope.coordinator.wire import Desired, DocumentError, Inventory
+from toprope.store.errors import UsageError
+
+TOKEN_CHARS_MIN = 16
+_PIECE_BYTES = 1 << 16
+
+
+def read_token(path: Path | None) -> str:
+    """Return the secret in a file, empty when there is none.
+
+    Raises:
+        UsageError: the file can't be read, or holds too little to be a secret.
+    """
+    if path is None:
+        return ""
+    try:
+        token = path.read_text(encoding="ascii").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"token file {path} can't be read: {error}") from error
+    if len(token) < TOKEN_CHARS_MIN:
+        raise UsageError(
+            f"token file {path} holds {len(token)} characters: put a secret of at least {TOKEN_CHARS_MIN} into it"
+        )
+    return token
+
+
+def check_ready_file(path: Path | None) -> None:
+    """Check that the ready file, if one is wanted, can be put where it is to be.
+
+    Raises:
+        UsageError: its directory does not exist.
+    """
+    if path is not None and not path.parent.is_dir():
+        raise UsageError(f"--ready-file {path}: its directory does not exist")
+
+
+def write_ready_file(path: Path, content: Mapping[str, object]) -> None:
+    """Write a line of JSON of which nobody ever sees a part."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(json.dumps(content) + "\n", encoding="utf-8")
+    temporary.replace(path)
+
+
+def authorised(token: str) -> Middleware:
+    """Return the middleware that asks for the token, if there is one, on all but ``/healthz``."""
+    wanted = f"Bearer {token}".encode()
+
+    @web.middleware
+    async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
+        given = request.headers.get("Authorization", "").encode()
+        if token and request.path != "/healthz" and not hmac.compare_digest(given, wanted):
+            raise web.HTTPUnauthorized(text="the token is missing or not the job's: check --token-file\n")
+        return await handler(request)
+
+    return check
+
+
+async def limited_body(response: aiohttp.ClientResponse, *, limit: int) -> bytes:
+    """Return the whole body of an answer, however many pieces it comes in.
+
+    Raises:
+        DocumentError: it is longer than ``limit``.
+    """
+    body = bytearray()
+    async for piece in response.content.iter_chunked(_PIECE_BYTES):
+        body += piece
+        if len(body) > limit:
+            raise DocumentError(f"an answer of more than {limit} bytes")
+    return bytes(body)
+
+
+class NoBroker:
+    """Stands in where no broker was configured, as the port of either service: documents go by HTTP alone."""
+
+    async def publish(self, desired: Desired) -> None:
+        """Do nothing: whoever asks by HTTP is answered."""
+
+    async def publish_inventory(self, inventory: Inventory) -> bool:  # noqa: ARG002 - the port's signature
+        """Publish nothing."""
+        return False
+
+    def connected(self) -> bool:
+        """Say that there is none."""
+        return False
