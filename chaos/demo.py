@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import TypeAlias
 
 import msgspec
 
@@ -68,7 +69,27 @@ class _Blow:
     boot_id: str
 
 
-def run(plan: Plan, directory: Path, progress: Progress) -> Report:
+Reference: TypeAlias = Callable[[Plan, Path, Progress], tuple[Final, ...]]
+"""Trains as planned, uninterrupted and without Toprope, and returns the final state."""
+
+
+def run_without_loss(plan: Plan, directory: Path, progress: Progress) -> tuple[Final, ...]:
+    """Train under one torchrun agent."""
+    progress.say("the same training again, uninterrupted and without Toprope, to compare with")
+    out = directory / "reference"
+    agent = start_alone(_training(plan, out, hooks=False), log=directory / "logs" / "reference.log")
+    reader = JournalReader(out)
+    try:
+        watch = _Watch(None, reader, progress, steps=plan.steps)
+        watch.until(lambda: _ended(reader.events) == WORLD, what="the end of the reference run", alive=[agent])
+        agent.wait(30)
+    finally:
+        if agent.status() is None:
+            agent.stop()
+    return read_finals(out)
+
+
+def run(plan: Plan, directory: Path, progress: Progress, *, reference: Reference = run_without_loss) -> Report:
     """Run the job with the loss of a node, run it again without, and return the report.
 
     Raises:
@@ -77,7 +98,7 @@ def run(plan: Plan, directory: Path, progress: Progress) -> Report:
     become_subreaper()
     with _object_store(plan, directory, progress) as root:
         evidence = _run_with_loss(plan, directory, root, progress)
-    evidence = msgspec.structs.replace(evidence, reference=_run_without_loss(plan, directory, progress))
+    evidence = msgspec.structs.replace(evidence, reference=reference(plan, directory, progress))
     return build(evidence)
 
 
@@ -128,28 +149,17 @@ def _run_with_loss(plan: Plan, directory: Path, root: str, progress: Progress) -
     return msgspec.structs.replace(evidence, log=job_log(root))
 
 
-def _run_without_loss(plan: Plan, directory: Path, progress: Progress) -> tuple[Final, ...]:
-    progress.say("the same training again, uninterrupted and without Toprope, to compare with")
-    out = directory / "reference"
-    agent = start_alone(_training(plan, out, hooks=False), log=directory / "logs" / "reference.log")
-    reader = JournalReader(out)
-    try:
-        watch = _Watch(None, reader, progress, steps=plan.steps)
-        watch.until(lambda: _ended(reader.events) == WORLD, what="the end of the reference run", alive=[agent])
-        agent.wait(30)
-    finally:
-        if agent.status() is None:
-            agent.stop()
-    return read_finals(out)
-
-
 def _cadences(plan: Plan) -> Cadences:
     return Cadences(every=plan.every, local_every=2 * plan.every, object_every=2 * plan.every)
 
 
+def trained(plan: Plan) -> tuple[str, ...]:
+    """Return the arguments of the training script that its result depends on."""
+    return ("--job", JOB, "--steps", str(plan.steps), "--seed", str(plan.seed), "--size", plan.size)
+
+
 def _training(plan: Plan, out: Path, *, hooks: bool = True) -> Training:
-    arguments = ["--job", JOB, "--out", str(out), "--steps", str(plan.steps), "--seed", str(plan.seed)]
-    arguments += ["--size", plan.size]
+    arguments = [*trained(plan), "--out", str(out)]
     arguments += ["--step-delay", str(plan.step_delay_s if hooks else 0)]
     spoiled = ("-m", "toprope.chaos.spoil", plan.spoil) if plan.spoil and hooks else ()
     return Training(
