@@ -161,11 +161,12 @@ def test_an_upload_that_fails_is_aborted_even_if_the_abort_fails_once(strict: St
     assert len(strict.asked("UploadPart")) < 60
 
 
-def test_an_upload_that_another_swept_is_given_up(strict: StrictS3) -> None:
+def test_an_upload_that_another_swept_is_given_up(strict: StrictS3, caplog: pytest.LogCaptureFixture) -> None:
     strict.on_call = lambda call: strict.uploads.clear() if call.part == 3 else None
     with pytest.raises(UnavailableError, match="no longer known"):
         in_parts(strict).create(KEY, LARGE)
     assert strict.objects == {}
+    assert caplog.text == ""  # nothing is left that would have to be swept
 
 
 @pytest.mark.fault("B127")
@@ -201,8 +202,10 @@ def test_what_a_killed_uploader_left_is_swept_after_the_grace(strict: StrictS3) 
 
 
 @pytest.mark.fault("B127")
-def test_uploads_of_other_jobs_are_not_swept(strict: StrictS3) -> None:
+@pytest.mark.parametrize("honoured", [True, False])
+def test_uploads_of_other_jobs_are_not_swept(strict: StrictS3, *, honoured: bool) -> None:
     strict.page = 2
+    strict.honours_prefixes = honoured
     store = store_on(strict, prefix="root")
     keys = ["root/job/a", "root/job/a", "root/job/b", "root/job-1/a", "root/job1/a", "root/a/job/a", "job/a"]
     strict.uploads = {
@@ -257,6 +260,13 @@ def test_an_upload_that_was_not_completed_never_will_be(strict: StrictS3, fault:
     strict.land()
     assert strict.uploads == {}
     assert strict.objects == {}
+
+
+def test_an_upload_that_lands_just_before_it_is_aborted_is_ours(strict: StrictS3) -> None:
+    strict.rules.append(Rule(operation="CompleteMultipartUpload", fault="lands late"))
+    strict.on_call = lambda call: strict.land() if call.operation == "AbortMultipartUpload" else None
+    in_parts(strict).create(KEY, LARGE)
+    assert strict.objects[KEY].body == LARGE
 
 
 def test_an_upload_that_loses_its_key_to_another_is_aborted(strict: StrictS3) -> None:

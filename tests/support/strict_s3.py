@@ -118,6 +118,7 @@ class StrictS3:
     checksums: Literal["checked", "refused", "ignored"] = "checked"
     honours_conditions: bool = True
     honours_ranges: bool = True
+    honours_prefixes: bool = True
     clock_ahead: timedelta = timedelta()
     max_skew: timedelta = timedelta(minutes=15)
     expired: set[str] = field(default_factory=set)
@@ -288,7 +289,8 @@ class StrictS3:
         there = sorted(
             (upload.key, upload_id)
             for upload_id, upload in self.uploads.items()
-            if upload.key.startswith(query.get("prefix", "")) and (upload.key, upload_id) > after
+            if upload.key.startswith(query.get("prefix", "") * self.honours_prefixes)
+            and (upload.key, upload_id) > after
         )
         page = there[: self.page]
         text = "".join(
