@@ -33,6 +33,10 @@ class Mesh:
     shape: tuple[int, ...]
     ranks: tuple[int, ...]
 
+    def __hash__(self) -> int:
+        """Return the same for equal meshes without a look at each of thousands of ranks."""
+        return hash((self.shape, self.ranks[:1], self.ranks[-1:]))
+
 
 @dataclass(frozen=True, slots=True)
 class Spread:
@@ -76,6 +80,7 @@ def block_of(spread: Spread) -> Block:
     return tuple(block)
 
 
+@functools.lru_cache(maxsize=65_536)
 def replicas_of(spread: Spread) -> tuple[int, ...]:
     """Return the ranks that hold the same block because a dimension of the mesh replicates it, in order."""
     at = _coordinate(spread)

@@ -20,3 +20,5 @@ WORLDS = {
 """How many ranks each kind has."""
 FULLY_SHARDED = ("fsdp2", "hsdp", "tp+sp", "fsdp2xtp")
 """Those whose every parameter is a DTensor; each can also have 4 ranks."""
+OTHERS = ("ddp", "ddp+zero1", "fsdp1", "fsdp1-flat", "expert")
+"""The rest that 4 ranks can have."""

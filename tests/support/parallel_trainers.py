@@ -139,6 +139,13 @@ def fsdp1_flat() -> Trainer:
     return single(FullyShardedDataParallel(model, device_id=CPU))
 
 
+def fsdp1_nested() -> Trainer:
+    """Return the same model as ``fsdp1`` in two wrappings instead of one."""
+    model = mlp()
+    model[0] = FullyShardedDataParallel(model[0], use_orig_params=True, device_id=CPU)
+    return single(FullyShardedDataParallel(model, use_orig_params=True, device_id=CPU))
+
+
 def _sharded(model: nn.Sequential, mesh: DeviceMesh) -> nn.Sequential:
     for layer in list(model)[:-1]:
         if isinstance(layer, nn.Linear):

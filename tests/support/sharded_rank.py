@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tests.support.parallel_kinds import FULLY_SHARDED
-from tests.support.parallel_trainers import WIDTH, Trainer, build
+from tests.support.parallel_kinds import FULLY_SHARDED, OTHERS
+from tests.support.parallel_trainers import WIDTH, Trainer, build, fsdp1_nested
 from tests.support.tiny_trainer import METADATA, open_image, snapshot_file
 from torch import distributed, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -33,19 +33,23 @@ def main(arguments: Sequence[str]) -> None:
     rank, world, out = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), Path(arguments[0])
     distributed.init_process_group("gloo", timeout=timedelta(seconds=60))
     scenarios = Scenarios(rank, world, out)
-    found: dict[str, Any] = {kind: scenarios.saved(kind) for kind in FULLY_SHARDED}
+    found: dict[str, Any] = {kind: scenarios.saved(kind) for kind in (*FULLY_SHARDED, *OTHERS)}
     found["elsewhere"] = {
         "another mesh": scenarios.problem("fsdp2", build("hsdp")),
         "no mesh": scenarios.problem("fsdp2", build("ddp")),
         "gathered": scenarios.problem("fsdp2", _after_forward(build("fsdp2"))),
         "fsdp1": scenarios.problem("fsdp2", build("fsdp1")),
+        "fsdp1 wrapped otherwise": scenarios.problem("fsdp1", fsdp1_nested()),
+        "no zero": scenarios.problem("ddp+zero1", build("ddp")),
+        "zero": scenarios.problem("ddp", build("ddp+zero1")),
     }
     found["refused"] = scenarios.refused()
     found["extra"] = scenarios.extra()
-    trainer = build("hsdp")
-    trainer.step()
+    trainers = {kind: build(kind) for kind in (*FULLY_SHARDED, *OTHERS)}
+    for trainer in trainers.values():
+        trainer.step()
     distributed.destroy_process_group()
-    found["alone"] = len(scenarios.capture(trainer.named()).tensors)
+    found["alone"] = {kind: len(scenarios.capture(trainer.named()).tensors) for kind, trainer in trainers.items()}
     (out / f"rank-{rank}.json").write_text(json.dumps(found))
 
 
@@ -72,7 +76,7 @@ class Scenarios:
             trainer.step()
         before = trainer.digest()
         full = _full(trainer)
-        if "tp" not in kind:
+        if "fsdp" in kind and "tp" not in kind:
             _after_forward(trainer)
         self._write(kind, self.capture(trainer.named()))
         if self.rank == 0:
