@@ -6,63 +6,25 @@ costs nothing but time. No I/O, no clock, no randomness here.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import assert_never
 
-import msgspec
-
-from toprope.coordinator.wire import (
-    Copy,
-    Desired,
-    Inventory,
-    OpenRequest,
-    Place,
-    RankState,
-    RankVerdict,
-    ReadBack,
-    Skip,
-)
+from toprope.coordinator.wire import Desired, Inventory, ReadBack
 from toprope.sidecar import effects as do
 from toprope.sidecar import events as on
+from toprope.sidecar.conversation import Conversation, Trainer
 from toprope.sidecar.effects import Effect
 from toprope.sidecar.events import Event
+from toprope.sidecar.inventory import Books, next_version
 from toprope.sidecar.peer_book import PeerBook
-from toprope.sidecar.restore_book import RestoreBook, Trainer, ways_to
+from toprope.sidecar.restore_book import RestoreBook, ways_to
 from toprope.sidecar.slot_book import FOREVER, Grantee, Needs, SlotBook
 from toprope.sidecar.tier_book import TierBook
-from toprope.sidecar.values import Shard, Way
-from toprope.trainer_hooks import wire
+from toprope.sidecar.values import Identity, Shard, Way
 
 FETCH_EVERY_S = 0.3
 READING_FOR_S = 60.0
 """How long restores wait for what lies on this node's disk; a disk that takes longer must not stop the job."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Identity:
-    """Who this sidecar is. ``slot_path`` and ``spare_path`` name the files of (rank, number)."""
-
-    job: str
-    node: str
-    boot_id: str
-    incarnation: str
-    url: str
-    domain: dict[str, str]
-    use_deadline_s: float
-    slot_path: Callable[[int, int], str]
-    spare_path: Callable[[int, int], str]
-
-
-@dataclass(slots=True)
-class RankNotes:
-    """What is remembered of a rank between its frames."""
-
-    world: int = 0
-    launch_id: str = ""
-    attempt_uid: str = ""
-    step: int = 0
-    verdict: RankVerdict | None = None
 
 
 @dataclass(slots=True)
@@ -70,16 +32,15 @@ class Core:
     """All that one sidecar knows."""
 
     me: Identity
+    conversation: Conversation = field(init=False)
+    books: Books = field(init=False)
     now_s: float = 0.0
     desired: Desired | None = None
     slots: SlotBook = field(default_factory=SlotBook)
     tiers: TierBook = field(default_factory=TierBook)
     peers: PeerBook = field(default_factory=PeerBook)
     restore: RestoreBook = field(default_factory=RestoreBook)
-    trainers: dict[int, Trainer] = field(default_factory=dict)
-    notes: dict[int, RankNotes] = field(default_factory=dict)
     offered: set[tuple[int, int, int]] = field(default_factory=set)
-    serves: dict[int, tuple[str, int, int]] = field(default_factory=dict)
     reading: set[str] = field(default_factory=set)
     read_backs: dict[str, ReadBack] = field(default_factory=dict)
     published: Inventory | None = None
@@ -89,14 +50,128 @@ class Core:
     stage_kept: str = ""
     fetch_at_s: float = 0.0
 
+    def __post_init__(self) -> None:
+        """Begin with nobody connected and nothing held."""
+        self.conversation = Conversation(me=self.me)
+        self.books = Books(
+            me=self.me,
+            slots=self.slots,
+            tiers=self.tiers,
+            peers=self.peers,
+            restore=self.restore,
+            conversation=self.conversation,
+        )
+
     # The door
 
     def handle(self, event: Event) -> tuple[Effect, ...]:
         """Take in one event and return all that is to be done now, in order."""
-        effects: list[Effect] = [*self._HANDLERS[type(event)](self, event), *self._settle()]
-        return tuple(effects)
+        return (*self._take(event), *self._settle())
 
     # What happened
+
+    def _take(self, event: Event) -> list[Effect]:
+        if isinstance(event, on.OfService):
+            return self._take_of_service(event)
+        if isinstance(event, on.OfSlots):
+            return self._take_of_slots(event)
+        if isinstance(event, on.OfTiers):
+            return self._take_of_tiers(event)
+        if isinstance(event, on.OfPeers):
+            return self._take_of_peers(event)
+        if isinstance(event, on.OfRestore):
+            return self._take_of_restore(event)
+        assert_never(event)
+
+    def _take_of_service(self, event: on.OfService) -> list[Effect]:
+        match event:
+            case on.Tick():
+                return self._on_tick(event)
+            case on.FrameArrived():
+                return self.conversation.on_frame(event, self.slots)
+            case on.ConnectionClosed():
+                return self.conversation.on_closed(event)
+            case on.OpenAnswered():
+                return self.conversation.on_open_answered(event)
+            case on.DesiredArrived():
+                return self._on_desired(event)
+            case on.DesiredConfirmed():
+                if self.desired is not None:
+                    self.conversation.on_confirmed(self.desired)
+            case _:
+                assert_never(event)
+        return []
+
+    def _take_of_slots(self, event: on.OfSlots) -> list[Effect]:
+        match event:
+            case on.SlotsSeen():
+                return self.slots.see(event, connected=frozenset(self.conversation.trainers))
+            case on.SlotsRefused():
+                return self._on_slots_refused(event)
+            case on.SlotHeld():
+                self.slots.on_held(event)
+            case on.SlotHashed():
+                self.slots.on_hashed(event, now_s=self.now_s)
+            case on.SlotDropped():
+                return self._on_dropped(event)
+            case _:
+                assert_never(event)
+        return []
+
+    def _take_of_tiers(self, event: on.OfTiers) -> list[Effect]:
+        match event:
+            case on.LocalStored():
+                self.tiers.on_local(event)
+                self._end_use(event.shard.rank, event.slot, "local")
+            case on.ObjectStored():
+                self.tiers.on_object(event)
+                self._end_use(event.receipt.rank, event.slot, "object")
+            case on.StoreFailed():
+                return self._on_store_failed(event)
+            case on.LeftoversRead():
+                self.leftovers_read = True
+            case on.ReadBackDone():
+                self.reading.discard(event.result.key)
+                self.read_backs[event.result.key] = event.result
+            case on.ReadBackFailed():
+                self.reading.discard(event.key)
+            case _:
+                assert_never(event)
+        return []
+
+    def _take_of_peers(self, event: on.OfPeers) -> list[Effect]:
+        match event:
+            case on.SpareSeen():
+                self.peers.adopt(event.rank, event.spare, event.shard, now_s=self.now_s)
+            case on.OwnerSeen():
+                self._on_owner_seen(event)
+            case on.Pulled():
+                self.peers.on_pulled(event, now_s=self.now_s)
+            case on.PullFailed():
+                return self._on_pull_failed(event)
+            case on.Acked():
+                return self._on_acked(event)
+            case on.ServeBegan():
+                self._on_serve_began(event)
+            case on.ServeEnded():
+                self._on_serve_ended(event)
+            case _:
+                assert_never(event)
+        return []
+
+    def _take_of_restore(self, event: on.OfRestore) -> list[Effect]:
+        match event:
+            case on.ShardStaged():
+                self.restore.on_staged(event)
+            case on.StageFailed():
+                self.restore.on_failed(event)
+                text = f"shard of rank {event.rank} can't be had: {event.reason}"
+                return [do.Shout(what="stage-failed", text=text)]
+            case on.CopyDoubted():
+                return self._on_doubted(event)
+            case _:
+                assert_never(event)
+        return []
 
     def _on_tick(self, event: on.Tick) -> list[Effect]:
         self.now_s = event.now_s
@@ -106,83 +181,6 @@ class Core:
             for r, use in self.slots.expire_uses(now_s=self.now_s)
         ]
         return [*late, *(do.LookAtSlots(rank=rank) for rank in self.slots.ranks())]
-
-    def _on_frame(self, event: on.FrameArrived) -> list[Effect]:
-        frame = event.frame
-        if isinstance(frame, wire.Hello):
-            return self._on_hello(event.connection, frame)
-        trainer = self.trainers.get(event.connection)
-        if trainer is None:
-            return self._refuse(event.connection, f"the first frame was {frame.kind}; expected HELLO")
-        return self._on_trainer_frame(trainer, frame)
-
-    def _on_hello(self, connection: int, frame: wire.Hello) -> list[Effect]:
-        if frame.version != wire.VERSION:
-            return self._refuse(connection, f"frames of version {frame.version}; this sidecar speaks {wire.VERSION}")
-        if frame.job != self.me.job:
-            return self._refuse(connection, f"this is the sidecar of job {self.me.job}, not of job {frame.job}")
-        if not 0 <= frame.rank < frame.world or not frame.launch_id or len(frame.launch_id) > 64:  # noqa: PLR2004 - ids are hex
-            return self._refuse(connection, f"rank {frame.rank} of {frame.world}, launch {frame.launch_id!r:.80}")
-        trainer = Trainer(connection=connection, rank=frame.rank, world=frame.world, launch_id=frame.launch_id)
-        self.trainers[connection] = trainer
-        notes = self.notes.setdefault(frame.rank, RankNotes())
-        if notes.launch_id != frame.launch_id:
-            self.notes[frame.rank] = RankNotes(launch_id=frame.launch_id)
-        self.notes[frame.rank].world = frame.world
-        welcome = do.Send(connection=connection, frame=wire.Welcome(node=self.me.node, boot_id=self.me.boot_id))
-        return [welcome, do.LookAtSlots(rank=frame.rank)]
-
-    def _refuse(self, connection: int, text: str) -> list[Effect]:
-        error = do.Send(connection=connection, frame=wire.Error(code="refused", text=text))
-        return [error, do.Hangup(connection=connection), do.Shout(what="refused", text=f"trainer refused: {text}")]
-
-    def _on_trainer_frame(self, trainer: Trainer, frame: wire.FromHook) -> list[Effect]:
-        notes = self.notes[trainer.rank]
-        match frame:
-            case wire.Open():
-                return self._on_open(trainer, frame)
-            case wire.Join():
-                self._on_join(trainer, frame)
-            case wire.Verdict():
-                if frame.phase in {"staged", "applied"}:
-                    notes.verdict = _verdict(frame)
-            case wire.Size():
-                if frame.bytes > 0:
-                    self.slots.wanted_bytes[trainer.rank] = frame.bytes
-            case wire.Sealed():
-                notes.attempt_uid, notes.step = frame.attempt_uid, max(frame.step, notes.step)
-                return self.slots.seal(trainer.rank, trainer.launch_id, frame)
-            case wire.Skipped():
-                notes.attempt_uid, notes.step = frame.attempt_uid, max(frame.step, notes.step)
-                self.slots.skip(
-                    Skip(attempt_uid=frame.attempt_uid, step=frame.step, rank=trainer.rank, reason=frame.reason[:200])
-                )
-            case wire.Bye() | wire.Hello():
-                return [do.Hangup(connection=trainer.connection)]
-        return []
-
-    def _on_open(self, trainer: Trainer, frame: wire.Open) -> list[Effect]:
-        world = tuple(Place(rank=place.rank, node=place.node, boot_id=place.boot_id) for place in frame.world)
-        request = OpenRequest(
-            job=self.me.job,
-            launch_id=frame.launch_id,
-            round=frame.round,
-            world=world,
-            spec=frame.spec,
-            versions=frame.versions,
-        )
-        return [do.OpenAttempt(connection=trainer.connection, request=request)]
-
-    def _on_join(self, trainer: Trainer, frame: wire.Join) -> None:
-        notes = self.notes[trainer.rank]
-        trainer.attempt_uid, trainer.joined, trainer.seen, trainer.misses = frame.attempt_uid, True, False, 0
-        trainer.told.clear()
-        if notes.attempt_uid != frame.attempt_uid:
-            notes.attempt_uid, notes.step, notes.verdict = frame.attempt_uid, 0, None
-
-    def _on_closed(self, event: on.ConnectionClosed) -> list[Effect]:
-        trainer = self.trainers.pop(event.connection, None)
-        return [] if trainer is None else [do.LookAtSlots(rank=trainer.rank)]
 
     def _on_desired(self, event: on.DesiredArrived) -> list[Effect]:
         new, old = event.desired, self.desired
@@ -194,60 +192,15 @@ class Core:
         reason = new.refused.get(self.me.incarnation)
         return [] if reason is None else [do.Exit(reason=reason)]
 
-    def _on_confirmed(self, _event: on.DesiredConfirmed) -> list[Effect]:
-        if self.desired is not None:
-            for connection in sorted(self.trainers):
-                self.trainers[connection].miss(self.desired)
-        return []
-
-    def _on_open_answered(self, event: on.OpenAnswered) -> list[Effect]:
-        trainer = self.trainers.get(event.connection)
-        if trainer is None:
-            return []
-        if event.answer.attempt is None:
-            frame = wire.Error(code=event.answer.code or "unavailable", text=event.answer.text)
-            return [do.Send(connection=event.connection, frame=frame)]
-        trainer.opening = event.answer.attempt
-        return []
-
-    def _on_slots_seen(self, event: on.SlotsSeen) -> list[Effect]:
-        return self.slots.see(event, connected=frozenset(self.trainers))
-
     def _on_slots_refused(self, event: on.SlotsRefused) -> list[Effect]:
         self.slots.refuse(event.rank, now_s=self.now_s)
         return [
             do.Shout(what="no-room", text=f"rank {event.rank} has no slots, its snapshots are skipped: {event.reason}")
         ]
 
-    def _on_slot_held(self, event: on.SlotHeld) -> list[Effect]:
-        self.slots.on_held(event)
-        return []
-
-    def _on_hashed(self, event: on.SlotHashed) -> list[Effect]:
-        self.slots.on_hashed(event, now_s=self.now_s)
-        return []
-
     def _on_dropped(self, event: on.SlotDropped) -> list[Effect]:
         shout = do.Shout(what="dropped", text=f"rank {event.rank} slot {event.slot} was dropped: {event.reason}")
         return [*self.slots.on_dropped(event), shout]
-
-    def _on_spare_seen(self, event: on.SpareSeen) -> list[Effect]:
-        self.peers.adopt(event.rank, event.spare, event.shard, now_s=self.now_s)
-        return []
-
-    def _on_local_stored(self, event: on.LocalStored) -> list[Effect]:
-        self.tiers.on_local(event)
-        self._end_use(event.shard.rank, event.slot, "local")
-        return []
-
-    def _on_leftovers_read(self, _event: on.LeftoversRead) -> list[Effect]:
-        self.leftovers_read = True
-        return []
-
-    def _on_object_stored(self, event: on.ObjectStored) -> list[Effect]:
-        self.tiers.on_object(event)
-        self._end_use(event.receipt.rank, event.slot, "object")
-        return []
 
     def _on_store_failed(self, event: on.StoreFailed) -> list[Effect]:
         self.tiers.on_failed(event, now_s=self.now_s)
@@ -265,15 +218,10 @@ class Core:
         if record is not None:
             record.uses.pop(use, None)
 
-    def _on_owner_seen(self, event: on.OwnerSeen) -> list[Effect]:
+    def _on_owner_seen(self, event: on.OwnerSeen) -> None:
         inventory = event.inventory
         if self.desired is not None and inventory.job_uid == self.desired.job_uid:
             self.peers.owners[inventory.node] = inventory
-        return []
-
-    def _on_pulled(self, event: on.Pulled) -> list[Effect]:
-        self.peers.on_pulled(event, now_s=self.now_s)
-        return []
 
     def _on_pull_failed(self, event: on.PullFailed) -> list[Effect]:
         self.peers.on_failed(event, now_s=self.now_s)
@@ -296,31 +244,19 @@ class Core:
         )
         return [do.Shout(what="digest-differs", text=text), self.slots.check(record)]
 
-    def _on_serve_began(self, event: on.ServeBegan) -> list[Effect]:
-        self.serves[event.serve] = (event.attempt_uid, event.step, event.rank)
+    def _on_serve_began(self, event: on.ServeBegan) -> None:
         record = self.slots.find(event.attempt_uid, event.step, event.rank)
         if record is not None:
             record.uses[f"serve:{event.serve}"] = FOREVER
         spare = self.peers.find(event.attempt_uid, event.step, event.rank)
         if spare is not None:
             spare[1].uses.add(f"serve:{event.serve}")
-        return []
 
-    def _on_serve_ended(self, event: on.ServeEnded) -> list[Effect]:
-        self.serves.pop(event.serve, None)
+    def _on_serve_ended(self, event: on.ServeEnded) -> None:
         for key in sorted(self.slots.slots):
             self.slots.slots[key].uses.pop(f"serve:{event.serve}", None)
         for key in sorted(self.peers.spares):
             self.peers.spares[key].uses.discard(f"serve:{event.serve}")
-        return []
-
-    def _on_shard_staged(self, event: on.ShardStaged) -> list[Effect]:
-        self.restore.on_staged(event)
-        return []
-
-    def _on_stage_failed(self, event: on.StageFailed) -> list[Effect]:
-        self.restore.on_failed(event)
-        return [do.Shout(what="stage-failed", text=f"shard of rank {event.rank} can't be had: {event.reason}")]
 
     def _on_doubted(self, event: on.CopyDoubted) -> list[Effect]:
         """List a wrong copy no more; a slot is checked, since a slot may only be given up as a whole."""
@@ -335,15 +271,6 @@ class Core:
                 self.peers.drop(event.rank, found[0])
             return [shout]
         return [shout, *self.tiers.drop_local(event.attempt_uid, event.step, event.rank)]
-
-    def _on_read_back(self, event: on.ReadBackDone) -> list[Effect]:
-        self.reading.discard(event.result.key)
-        self.read_backs[event.result.key] = event.result
-        return []
-
-    def _on_read_back_failed(self, event: on.ReadBackFailed) -> list[Effect]:
-        self.reading.discard(event.key)
-        return []
 
     # What follows
 
@@ -420,9 +347,9 @@ class Core:
     def _restore(self, desired: Desired) -> list[Effect]:
         effects: list[Effect] = []
         attempt = desired.attempt
-        if attempt is not None and any(t.joined and t.attempt_uid == attempt.uid for t in self.trainers.values()):
+        if attempt is not None and any(t.joined and t.attempt_uid == attempt.uid for t in self.conversation.in_order()):
             live = attempt.phase in {"opened", "staged", "applied"}
-            needed = any(t.joined and "STAGED" not in t.told for t in self.trainers.values())
+            needed = any(t.joined and "STAGED" not in t.told for t in self.conversation.in_order())
             if live and needed and attempt.uid != self.restore.attempt_uid:
                 ways = {
                     shard.rank: ways_to(
@@ -434,8 +361,8 @@ class Core:
                     for shard in attempt.restore
                 }
                 effects += self.restore.begin(attempt, ways)
-        for connection in sorted(self.trainers):
-            effects += self.restore.tell(self.trainers[connection], desired)
+        for trainer in self.conversation.in_order():
+            effects += self.restore.tell(trainer, desired)
         keep = attempt.uid if attempt is not None and attempt.phase in {"opened", "staged"} else ""
         if keep != self.stage_kept:
             self.stage_kept = keep
@@ -463,7 +390,7 @@ class Core:
         """Return this node's files that hold a shard, nearest first, each with the shard's length."""
         lengths = {
             copy.digest: copy.bytes
-            for copy in self._copies()
+            for copy in self.books.copies()
             if (copy.attempt_uid, copy.step, copy.rank) == (attempt_uid, step, rank)
         }
         return [(way, lengths[digest]) for way, digest in self._here(attempt_uid, step, rank) if digest in lengths]
@@ -483,12 +410,11 @@ class Core:
             hashed = self.slots.hashed()
             awaited = self.tiers.awaited(hashed, self.desired.cadence, attempt_uid=self._attempt_uid())
         needs = Needs(kept=self._kept(), attempt_uid=self._attempt_uid(), awaited=awaited, dropped=self._dropped())
-        for connection in sorted(self.trainers):
-            trainer = self.trainers[connection]
+        for trainer in self.conversation.in_order():
             if not self._may_save(trainer):
                 continue
             grantee = Grantee(
-                rank=trainer.rank, connection=connection, launch_id=trainer.launch_id, world=trainer.world
+                rank=trainer.rank, connection=trainer.connection, launch_id=trainer.launch_id, world=trainer.world
             )
             effects += self.slots.plan(grantee, needs=needs, now_s=self.now_s)
             effects += self.slots.grants(grantee, needs=needs, now_s=self.now_s)
@@ -496,9 +422,7 @@ class Core:
 
     def _may_save(self, trainer: Trainer) -> bool:
         """Say whether a trainer belongs to the attempt that trains, as far as this sidecar knows."""
-        if any(
-            other.rank == trainer.rank and other.connection > trainer.connection for other in self.trainers.values()
-        ):
+        if self.conversation.is_superseded(trainer):
             return False
         if self.desired is None:
             return self.slots.holder_launch(trainer.rank) == trainer.launch_id
@@ -508,43 +432,13 @@ class Core:
     def _fetch(self) -> list[Effect]:
         """Ask for the coordinator's document while a trainer waits for an attempt that is not in it yet."""
         waits = any(
-            trainer.opening is not None or (trainer.joined and not trainer.seen) for trainer in self.trainers.values()
+            trainer.opening is not None or (trainer.joined and not trainer.seen)
+            for trainer in self.conversation.in_order()
         )
         if not (waits or self.desired is None) or self.now_s < self.fetch_at_s:
             return []
         self.fetch_at_s = self.now_s + FETCH_EVERY_S
         return [do.FetchDesired()]
-
-    # The inventory
-
-    def _copies(self) -> list[Copy]:
-        memory = sorted(shard for _, shard in self.slots.hashed())
-        return [*(shard.copy("memory") for shard in memory), *self.peers.copies(), *self.tiers.copies()]
-
-    def _rank_states(self) -> list[RankState]:
-        connected = {trainer.rank for trainer in self.trainers.values()}
-        attempt = self.desired.attempt if self.desired is not None else None
-        placed = {p.rank for p in attempt.world if p.node == self.me.node} if attempt is not None else set()
-        locked = {rank for rank in self.slots.ranks() if self.slots.holder_launch(rank) is not None}
-        return [self._rank_state(rank) for rank in sorted(connected | locked | (placed & set(self.notes)))]
-
-    def _rank_state(self, rank: int) -> RankState:
-        """Return where a rank stands; what its frames have not said since this sidecar started, its slots say."""
-        notes = self.notes.get(rank, RankNotes())
-        holder = self.slots.holder_launch(rank)
-        records = self.slots.of_rank(rank)
-        newest = max((record.shard for record in records if record.shard is not None), default=None)
-        known = notes.attempt_uid != "" or newest is None
-        return RankState(
-            rank=rank,
-            world=notes.world or max((record.world for record in records), default=0),
-            launch_id=holder if holder is not None else notes.launch_id,
-            attempt_uid=notes.attempt_uid if newest is None or known else newest.attempt_uid,
-            step=notes.step if newest is None or known else newest.step,
-            lock_held=holder is not None,
-            state_bytes=self.slots.wanted_bytes.get(rank, 0),
-            verdict=self.restore.verdict(notes.attempt_uid) or notes.verdict,
-        )
 
     def _is_reading(self) -> bool:
         """Say whether there may be more here than is listed: a restore decided now could pass over the newest step."""
@@ -554,67 +448,10 @@ class Core:
     def _publish(self) -> list[Effect]:
         if self.desired is None:
             return []
-        inventory = Inventory(
-            job=self.me.job,
-            job_uid=self.desired.job_uid,
-            node=self.me.node,
-            boot_id=self.me.boot_id,
-            incarnation=self.me.incarnation,
-            version=self.published.version if self.published is not None else 0,
-            url=self.me.url,
-            domain=self.me.domain,
-            ranks=tuple(self._rank_states()),
-            copies=tuple(self._copies()),
-            skipped=tuple(self.slots.skipped),
-            read_backs=tuple(self.read_backs[key] for key in sorted(self.read_backs)),
-            reading=self._is_reading(),
-        )
-        if inventory == self.published:
+        read_backs = tuple(self.read_backs[key] for key in sorted(self.read_backs))
+        now = self.books.inventory(self.desired, read_backs=read_backs, reading=self._is_reading())
+        new = next_version(self.published, now)
+        if new is None:
             return []
-        self.published = _next(inventory)
-        return [do.Publish(inventory=self.published)]
-
-    _HANDLERS: ClassVar[dict[type[Any], Callable[[Any, Any], list[Effect]]]] = {
-        on.Tick: _on_tick,
-        on.FrameArrived: _on_frame,
-        on.ConnectionClosed: _on_closed,
-        on.DesiredArrived: _on_desired,
-        on.DesiredConfirmed: _on_confirmed,
-        on.OpenAnswered: _on_open_answered,
-        on.SlotsSeen: _on_slots_seen,
-        on.SlotsRefused: _on_slots_refused,
-        on.SlotHeld: _on_slot_held,
-        on.SlotHashed: _on_hashed,
-        on.SlotDropped: _on_dropped,
-        on.SpareSeen: _on_spare_seen,
-        on.LocalStored: _on_local_stored,
-        on.LeftoversRead: _on_leftovers_read,
-        on.ObjectStored: _on_object_stored,
-        on.StoreFailed: _on_store_failed,
-        on.OwnerSeen: _on_owner_seen,
-        on.Pulled: _on_pulled,
-        on.PullFailed: _on_pull_failed,
-        on.Acked: _on_acked,
-        on.ServeBegan: _on_serve_began,
-        on.ServeEnded: _on_serve_ended,
-        on.ShardStaged: _on_shard_staged,
-        on.StageFailed: _on_stage_failed,
-        on.CopyDoubted: _on_doubted,
-        on.ReadBackDone: _on_read_back,
-        on.ReadBackFailed: _on_read_back_failed,
-    }
-
-
-def _next(inventory: Inventory) -> Inventory:
-    return msgspec.structs.replace(inventory, version=inventory.version + 1)
-
-
-def _verdict(frame: wire.Verdict) -> RankVerdict:
-    phase: Literal["staged", "applied"] = "applied" if frame.phase == "applied" else "staged"
-    return RankVerdict(
-        attempt_uid=frame.attempt_uid,
-        phase=phase,
-        ok=frame.ok,
-        reason=frame.reason[:2000],
-        misfit=frame.misfit and not frame.ok,
-    )
+        self.published = new
+        return [do.Publish(inventory=new)]

@@ -237,32 +237,9 @@ class Tick:
     now_s: float
 
 
-Event: TypeAlias = (
-    FrameArrived
-    | ConnectionClosed
-    | DesiredArrived
-    | DesiredConfirmed
-    | OpenAnswered
-    | SlotsSeen
-    | SlotsRefused
-    | SlotHeld
-    | SlotHashed
-    | SlotDropped
-    | SpareSeen
-    | LocalStored
-    | LeftoversRead
-    | ObjectStored
-    | StoreFailed
-    | OwnerSeen
-    | Pulled
-    | PullFailed
-    | Acked
-    | ServeBegan
-    | ServeEnded
-    | ShardStaged
-    | StageFailed
-    | CopyDoubted
-    | ReadBackDone
-    | ReadBackFailed
-    | Tick
-)
+OfService: TypeAlias = Tick | FrameArrived | ConnectionClosed | OpenAnswered | DesiredArrived | DesiredConfirmed
+OfSlots: TypeAlias = SlotsSeen | SlotsRefused | SlotHeld | SlotHashed | SlotDropped
+OfTiers: TypeAlias = LocalStored | ObjectStored | StoreFailed | LeftoversRead | ReadBackDone | ReadBackFailed
+OfPeers: TypeAlias = SpareSeen | OwnerSeen | Pulled | PullFailed | Acked | ServeBegan | ServeEnded
+OfRestore: TypeAlias = ShardStaged | StageFailed | CopyDoubted
+Event: TypeAlias = OfService | OfSlots | OfTiers | OfPeers | OfRestore

@@ -455,12 +455,12 @@ class Sidecar:
 
     def _on_frame(self, connection: int, frame: wire.FromHook) -> None:
         self.post(on.FrameArrived(connection=connection, frame=frame))
-        metrics.TRAINERS.set(len(self._parts.core.trainers))
+        metrics.TRAINERS.set(len(self._parts.core.conversation.trainers))
 
     def _on_closed(self, connection: int) -> None:
         if not self.stop.is_set():
             self.post(on.ConnectionClosed(connection=connection))
-            metrics.TRAINERS.set(len(self._parts.core.trainers))
+            metrics.TRAINERS.set(len(self._parts.core.conversation.trainers))
 
     def copies(self) -> Copies:
         """Return what the HTTP server may ask and tell."""

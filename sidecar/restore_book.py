@@ -5,40 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from toprope.coordinator.wire import AttemptView, Desired, RankVerdict, RestoreShard
+from toprope.sidecar.conversation import Trainer
 from toprope.sidecar.effects import Effect, Send, Stage
 from toprope.sidecar.events import ShardStaged, StageFailed
 from toprope.sidecar.values import Way
 from toprope.trainer_hooks import wire
-
-MISSES = 3
-"""An attempt is named before it is answered; so many times not named, asked at intervals, it has been replaced."""
-
-
-@dataclass(slots=True, kw_only=True)
-class Trainer:
-    """A connected trainer. ``told`` are the frames of its restore that it has been sent.
-
-    ``seen``: the attempt that it joined has been the current one; ``misses``: how often the coordinator named another.
-    """
-
-    connection: int
-    rank: int
-    world: int
-    launch_id: str
-    attempt_uid: str = ""
-    joined: bool = False
-    seen: bool = False
-    misses: int = 0
-    told: set[str] = field(default_factory=set)
-    last_desired: wire.Desired | None = None
-    opening: AttemptView | None = None
-
-    def miss(self, desired: Desired) -> None:
-        """Take in that the coordinator was asked: an attempt that it does not name, time and again, is over."""
-        current = desired.attempt.uid if desired.attempt is not None else ""
-        if self.joined and not self.seen and self.attempt_uid != current:
-            self.misses += 1
-            self.seen = self.misses >= MISSES
 
 
 @dataclass(slots=True)

@@ -25,12 +25,13 @@ from toprope.sidecar.adapters.http import SidecarHttp
 from toprope.sidecar.adapters.peers import HttpPeers
 from toprope.sidecar.budget import measure, needed_bytes, why_too_little
 from toprope.sidecar.config import SidecarConfig
-from toprope.sidecar.core import Core, Identity
+from toprope.sidecar.core import Core
 from toprope.sidecar.local_tier import LocalTier
 from toprope.sidecar.memory import Memory, boot_id, lock_memory, make_directory, used_bytes
 from toprope.sidecar.performer import Parts, Sidecar
 from toprope.sidecar.ports import Ports
 from toprope.sidecar.staging import Stager
+from toprope.sidecar.values import Identity
 from toprope.store.errors import CkptError, UsageError
 from toprope.store.objects.opening import open_store
 from toprope.store.objects.protocol import ObjectStore

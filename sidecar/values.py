@@ -1,7 +1,8 @@
-"""The values that sidecar modules exchange: which snapshot a file holds, and what a slot looks like."""
+"""The values that sidecar modules exchange: who it is, which snapshot a file holds, what a slot looks like."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -10,6 +11,21 @@ from toprope.trainer_hooks.slot import Page
 
 SlowTier: TypeAlias = Literal["local", "object"]
 """A tier that may take fewer steps than are snapshot."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Identity:
+    """Who this sidecar is. ``slot_path`` and ``spare_path`` name the files of (rank, number)."""
+
+    job: str
+    node: str
+    boot_id: str
+    incarnation: str
+    url: str
+    domain: dict[str, str]
+    use_deadline_s: float
+    slot_path: Callable[[int, int], str]
+    spare_path: Callable[[int, int], str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)

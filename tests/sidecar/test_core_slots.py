@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import typing
-
 from tests.support.core_driver import UID, Driver, shard, sight
 
 from toprope.coordinator.wire import Kept
 from toprope.sidecar import effects as do
 from toprope.sidecar import events as on
-from toprope.sidecar.core import Core
 from toprope.sidecar.values import SlotSight
 from toprope.trainer_hooks import wire
 from toprope.trainer_hooks.slot import Page, SlotState
-
-
-def test_every_event_has_a_handler() -> None:
-    assert set(Core._HANDLERS) == set(typing.get_args(on.Event))
 
 
 def test_slots_are_made_for_the_size_that_was_announced() -> None:

@@ -9,10 +9,10 @@ import msgspec
 from toprope.coordinator.wire import AttemptView, Cadence, Copy, Desired, Inventory, Kept, Place, Placement
 from toprope.sidecar import effects as do
 from toprope.sidecar import events as on
-from toprope.sidecar.core import Core, Identity
+from toprope.sidecar.core import Core
 from toprope.sidecar.effects import Effect
 from toprope.sidecar.events import Event
-from toprope.sidecar.values import Shard, SlotSight
+from toprope.sidecar.values import Identity, Shard, SlotSight
 from toprope.trainer_hooks import wire
 from toprope.trainer_hooks.slot import Page, SlotState
 

@@ -1,0 +1,193 @@
+"""What the trainers of this node say, and what is remembered of it: HELLO, OPEN, JOIN, VERDICT. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias, assert_never
+
+from toprope.coordinator.wire import AttemptView, Desired, OpenRequest, Place, RankVerdict, Skip
+from toprope.sidecar import effects as do
+from toprope.sidecar import events as on
+from toprope.sidecar.effects import Effect
+from toprope.sidecar.slot_book import SlotBook
+from toprope.sidecar.values import Identity
+from toprope.trainer_hooks import wire
+
+LAUNCH_ID_CHARS_MAX = 64
+FromTrainer: TypeAlias = wire.Open | wire.Join | wire.Verdict | wire.Size | wire.Sealed | wire.Skipped | wire.Bye
+"""What a trainer may say once it has said HELLO."""
+MISSES = 3
+"""An attempt is named before it is answered; so many times not named, asked at intervals, it has been replaced."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Trainer:
+    """A connected trainer. ``told`` are the frames of its restore that it has been sent.
+
+    ``seen``: the attempt that it joined has been the current one; ``misses``: how often the coordinator named another.
+    """
+
+    connection: int
+    rank: int
+    world: int
+    launch_id: str
+    attempt_uid: str = ""
+    joined: bool = False
+    seen: bool = False
+    misses: int = 0
+    told: set[str] = field(default_factory=set)
+    last_desired: wire.Desired | None = None
+    opening: AttemptView | None = None
+
+    def miss(self, desired: Desired) -> None:
+        """Take in that the coordinator was asked: an attempt that it does not name, time and again, is over."""
+        current = desired.attempt.uid if desired.attempt is not None else ""
+        if self.joined and not self.seen and self.attempt_uid != current:
+            self.misses += 1
+            self.seen = self.misses >= MISSES
+
+
+@dataclass(slots=True)
+class RankNotes:
+    """What is remembered of a rank between its frames."""
+
+    world: int = 0
+    launch_id: str = ""
+    attempt_uid: str = ""
+    step: int = 0
+    verdict: RankVerdict | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class Conversation:
+    """The trainers that are connected, by connection, and what each rank has said."""
+
+    me: Identity
+    trainers: dict[int, Trainer] = field(default_factory=dict)
+    notes: dict[int, RankNotes] = field(default_factory=dict)
+
+    def in_order(self) -> Iterator[Trainer]:
+        """Yield the trainers that are connected, the one that came first first."""
+        return (self.trainers[connection] for connection in sorted(self.trainers))
+
+    def is_superseded(self, trainer: Trainer) -> bool:
+        """Say whether a later connection speaks for its rank."""
+        return any(
+            other.rank == trainer.rank and other.connection > trainer.connection for other in self.trainers.values()
+        )
+
+    def is_waited(self) -> bool:
+        """Say whether a trainer waits for an attempt that the coordinator's document does not name yet."""
+        return any(
+            trainer.opening is not None or (trainer.joined and not trainer.seen) for trainer in self.trainers.values()
+        )
+
+    def on_frame(self, event: on.FrameArrived, slots: SlotBook) -> list[Effect]:
+        """Take in a frame; what it says of slots is told to ``slots``."""
+        frame = event.frame
+        if isinstance(frame, wire.Hello):
+            return self._on_hello(event.connection, frame)
+        trainer = self.trainers.get(event.connection)
+        if trainer is None:
+            return _refusal(event.connection, f"the first frame was {frame.kind}; expected HELLO")
+        return self._on_trainer_frame(trainer, frame, slots)
+
+    def _on_hello(self, connection: int, frame: wire.Hello) -> list[Effect]:
+        if frame.version != wire.VERSION:
+            return _refusal(connection, f"frames of version {frame.version}; this sidecar speaks {wire.VERSION}")
+        if frame.job != self.me.job:
+            return _refusal(connection, f"this is the sidecar of job {self.me.job}, not of job {frame.job}")
+        if not 0 <= frame.rank < frame.world or not frame.launch_id or len(frame.launch_id) > LAUNCH_ID_CHARS_MAX:
+            return _refusal(connection, f"rank {frame.rank} of {frame.world}, launch {frame.launch_id!r:.80}")
+        trainer = Trainer(connection=connection, rank=frame.rank, world=frame.world, launch_id=frame.launch_id)
+        self.trainers[connection] = trainer
+        notes = self.notes.setdefault(frame.rank, RankNotes())
+        if notes.launch_id != frame.launch_id:
+            self.notes[frame.rank] = RankNotes(launch_id=frame.launch_id)
+        self.notes[frame.rank].world = frame.world
+        welcome = do.Send(connection=connection, frame=wire.Welcome(node=self.me.node, boot_id=self.me.boot_id))
+        return [welcome, do.LookAtSlots(rank=frame.rank)]
+
+    def _on_trainer_frame(self, trainer: Trainer, frame: FromTrainer, slots: SlotBook) -> list[Effect]:
+        notes = self.notes[trainer.rank]
+        match frame:
+            case wire.Open():
+                return self._on_open(trainer, frame)
+            case wire.Join():
+                self._on_join(trainer, frame)
+            case wire.Verdict():
+                if frame.phase in {"staged", "applied"}:
+                    notes.verdict = _verdict(frame)
+            case wire.Size():
+                if frame.bytes > 0:
+                    slots.wanted_bytes[trainer.rank] = frame.bytes
+            case wire.Sealed():
+                notes.attempt_uid, notes.step = frame.attempt_uid, max(frame.step, notes.step)
+                return slots.seal(trainer.rank, trainer.launch_id, frame)
+            case wire.Skipped():
+                notes.attempt_uid, notes.step = frame.attempt_uid, max(frame.step, notes.step)
+                slots.skip(
+                    Skip(attempt_uid=frame.attempt_uid, step=frame.step, rank=trainer.rank, reason=frame.reason[:200])
+                )
+            case wire.Bye():
+                return [do.Hangup(connection=trainer.connection)]
+            case _:
+                assert_never(frame)
+        return []
+
+    def _on_open(self, trainer: Trainer, frame: wire.Open) -> list[Effect]:
+        world = tuple(Place(rank=place.rank, node=place.node, boot_id=place.boot_id) for place in frame.world)
+        request = OpenRequest(
+            job=self.me.job,
+            launch_id=frame.launch_id,
+            round=frame.round,
+            world=world,
+            spec=frame.spec,
+            versions=frame.versions,
+        )
+        return [do.OpenAttempt(connection=trainer.connection, request=request)]
+
+    def _on_join(self, trainer: Trainer, frame: wire.Join) -> None:
+        notes = self.notes[trainer.rank]
+        trainer.attempt_uid, trainer.joined, trainer.seen, trainer.misses = frame.attempt_uid, True, False, 0
+        trainer.told.clear()
+        if notes.attempt_uid != frame.attempt_uid:
+            notes.attempt_uid, notes.step, notes.verdict = frame.attempt_uid, 0, None
+
+    def on_closed(self, event: on.ConnectionClosed) -> list[Effect]:
+        """Forget a trainer whose connection is gone."""
+        trainer = self.trainers.pop(event.connection, None)
+        return [] if trainer is None else [do.LookAtSlots(rank=trainer.rank)]
+
+    def on_confirmed(self, desired: Desired) -> None:
+        """Take in that the coordinator itself was asked, and that this is what it said."""
+        for trainer in self.in_order():
+            trainer.miss(desired)
+
+    def on_open_answered(self, event: on.OpenAnswered) -> list[Effect]:
+        """Note the attempt that a trainer was given, or pass on why it has none."""
+        trainer = self.trainers.get(event.connection)
+        if trainer is None:
+            return []
+        if event.answer.attempt is None:
+            frame = wire.Error(code=event.answer.code or "unavailable", text=event.answer.text)
+            return [do.Send(connection=event.connection, frame=frame)]
+        trainer.opening = event.answer.attempt
+        return []
+
+
+def _refusal(connection: int, text: str) -> list[Effect]:
+    error = do.Send(connection=connection, frame=wire.Error(code="refused", text=text))
+    return [error, do.Hangup(connection=connection), do.Shout(what="refused", text=f"trainer refused: {text}")]
+
+
+def _verdict(frame: wire.Verdict) -> RankVerdict:
+    phase: Literal["staged", "applied"] = "applied" if frame.phase == "applied" else "staged"
+    return RankVerdict(
+        attempt_uid=frame.attempt_uid,
+        phase=phase,
+        ok=frame.ok,
+        reason=frame.reason[:2000],
+        misfit=frame.misfit and not frame.ok,
+    )

@@ -1,0 +1,85 @@
+"""What a sidecar tells the world: the copies here, where each rank stands, and when that is worth publishing. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import msgspec
+
+from toprope.coordinator.wire import Copy, Desired, Inventory, RankState, ReadBack
+from toprope.sidecar.conversation import Conversation, RankNotes
+from toprope.sidecar.peer_book import PeerBook
+from toprope.sidecar.restore_book import RestoreBook
+from toprope.sidecar.slot_book import SlotBook
+from toprope.sidecar.tier_book import TierBook
+from toprope.sidecar.values import Identity
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Books:
+    """What an inventory is made from."""
+
+    me: Identity
+    slots: SlotBook
+    tiers: TierBook
+    peers: PeerBook
+    restore: RestoreBook
+    conversation: Conversation
+
+    def copies(self) -> list[Copy]:
+        """Return the verified copies of this node, and its objects."""
+        memory = sorted(shard for _, shard in self.slots.hashed())
+        return [*(shard.copy("memory") for shard in memory), *self.peers.copies(), *self.tiers.copies()]
+
+    def rank_states(self, desired: Desired) -> list[RankState]:
+        """Return where each rank stands that is connected, holds a lock, or is placed here and was heard."""
+        connected = {trainer.rank for trainer in self.conversation.in_order()}
+        attempt = desired.attempt
+        placed = {p.rank for p in attempt.world if p.node == self.me.node} if attempt is not None else set()
+        locked = {rank for rank in self.slots.ranks() if self.slots.holder_launch(rank) is not None}
+        heard = set(self.conversation.notes)
+        return [self._rank_state(rank) for rank in sorted(connected | locked | (placed & heard))]
+
+    def _rank_state(self, rank: int) -> RankState:
+        """Return where a rank stands; what its frames have not said since this sidecar started, its slots say."""
+        notes = self.conversation.notes.get(rank, RankNotes())
+        holder = self.slots.holder_launch(rank)
+        records = self.slots.of_rank(rank)
+        newest = max((record.shard for record in records if record.shard is not None), default=None)
+        known = notes.attempt_uid != "" or newest is None
+        return RankState(
+            rank=rank,
+            world=notes.world or max((record.world for record in records), default=0),
+            launch_id=holder if holder is not None else notes.launch_id,
+            attempt_uid=notes.attempt_uid if newest is None or known else newest.attempt_uid,
+            step=notes.step if newest is None or known else newest.step,
+            lock_held=holder is not None,
+            state_bytes=self.slots.wanted_bytes.get(rank, 0),
+            verdict=self.restore.verdict(notes.attempt_uid) or notes.verdict,
+        )
+
+    def inventory(self, desired: Desired, *, read_backs: tuple[ReadBack, ...], reading: bool) -> Inventory:
+        """Return the inventory as it is now, of no version yet."""
+        return Inventory(
+            job=self.me.job,
+            job_uid=desired.job_uid,
+            node=self.me.node,
+            boot_id=self.me.boot_id,
+            incarnation=self.me.incarnation,
+            version=0,
+            url=self.me.url,
+            domain=self.me.domain,
+            ranks=tuple(self.rank_states(desired)),
+            copies=tuple(self.copies()),
+            skipped=tuple(self.slots.skipped),
+            read_backs=read_backs,
+            reading=reading,
+        )
+
+
+def next_version(published: Inventory | None, now: Inventory) -> Inventory | None:
+    """Return what is to be published in the place of ``published``; None when nothing has changed."""
+    version = published.version if published is not None else 0
+    if msgspec.structs.replace(now, version=version) == published:
+        return None
+    return msgspec.structs.replace(now, version=version + 1)
