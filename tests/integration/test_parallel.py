@@ -18,8 +18,6 @@ from toprope.chaos.oracle import compare, torn_restores
 
 STEPS = 9
 EVERY = 2
-QUICK = {"fsdp2xtp"}
-"""In ``make test``, as the one that needs most of the code; the rest in ``make test-long``."""
 
 
 @pytest.fixture(scope="module")
@@ -56,10 +54,24 @@ def uninterrupted(kind: str, directory: Path, warm: ForkServer) -> tuple[Final, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [k if k in QUICK else pytest.param(k, marks=pytest.mark.long) for k in WORLDS])
+def test_a_killed_rank_that_shards_in_two_ways_goes_on_bit_for_bit(
+    tmp_path: Path, warm: ForkServer, services: ForkedServices
+) -> None:
+    """The one kind that needs most of the code; all of them are in ``make test-long``."""
+    kill_and_resume("fsdp2xtp", tmp_path, warm, services)
+
+
+@pytest.mark.long
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", WORLDS)
 def test_a_killed_rank_goes_on_bit_for_bit(
     kind: str, tmp_path: Path, warm: ForkServer, services: ForkedServices
 ) -> None:
+    kill_and_resume(kind, tmp_path, warm, services)
+
+
+def kill_and_resume(kind: str, tmp_path: Path, warm: ForkServer, services: ForkedServices) -> None:
+    """Kill a rank at the gate, start all again, and compare what they end with to a run that nothing happened to."""
     expected = uninterrupted(kind, tmp_path / "reference", warm)
     cadences = Cadences(every=EVERY, local_every=EVERY, object_every=2 * EVERY)
     with running_cluster(tmp_path, job=JOB, cadences=cadences, launch=services) as cluster:

@@ -22,3 +22,5 @@ FULLY_SHARDED = ("fsdp2", "hsdp", "tp+sp", "fsdp2xtp")
 """Those whose every parameter is a DTensor; each can also have 4 ranks."""
 OTHERS = ("ddp", "ddp+zero1", "fsdp1", "fsdp1-flat", "expert")
 """The rest that 4 ranks can have."""
+ONE_MODEL = ("ddp", "fsdp1", "fsdp2", "hsdp")
+"""Those that train the same model with the same optimizer."""

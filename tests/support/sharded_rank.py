@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tests.support.parallel_kinds import FULLY_SHARDED, OTHERS
+from tests.support.parallel_kinds import FULLY_SHARDED, ONE_MODEL, OTHERS
 from tests.support.parallel_trainers import WIDTH, Trainer, build, fsdp1_nested
 from tests.support.tiny_trainer import METADATA, open_image, snapshot_file
 from torch import distributed, nn
@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from toprope.trainer_hooks.apply import apply, check
 from toprope.trainer_hooks.errors import UsageError
 from toprope.trainer_hooks.image import Image
+from toprope.trainer_hooks.spec import spec_of
 from toprope.trainer_hooks.state import Parts, Snapshot, capture
 
 
@@ -46,6 +47,7 @@ def main(arguments: Sequence[str]) -> None:
     found["refused"] = scenarios.refused()
     found["extra"] = scenarios.extra()
     trainers = {kind: build(kind) for kind in (*FULLY_SHARDED, *OTHERS)}
+    found["specs"] = {kind: spec_of(Parts(**trainers[kind].named())) for kind in ONE_MODEL}
     for trainer in trainers.values():
         trainer.step()
     distributed.destroy_process_group()

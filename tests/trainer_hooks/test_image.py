@@ -53,14 +53,14 @@ def test_a_tensor_of_each_dtype_and_shape_comes_back_bit_for_bit(
     assert_same_tensor(open_image(path).tensor("a"), expected)
 
 
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 def test_wide_elements_lie_where_torch_can_read_them(tmp_path: Path) -> None:
     odd = {f"{number}": torch.ones(2 * number + 1, dtype=torch.uint8) for number in range(3)}
     wide = {str(dtype): _odd_values(dtype, (5,)) for dtype in DTYPES}
     found = open_image(snapshot_file(tmp_path / "i", odd | wide))
     for name, expected in wide.items():
-        tensor = found.tensor(name)
-        assert tensor.data_ptr() % tensor.element_size() == 0
-        assert_same_tensor(tensor.clone(), expected)
+        assert (found._start + found.places[name].begin) % expected.element_size() == 0
+        assert_same_tensor(found.tensor(name).clone(), expected)
 
 
 def test_wide_elements_that_lie_oddly_are_read_all_the_same(tmp_path: Path) -> None:

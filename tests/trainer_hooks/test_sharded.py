@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support.parallel_kinds import FULLY_SHARDED, OTHERS
+from tests.support.parallel_kinds import FULLY_SHARDED, ONE_MODEL, OTHERS
 from tests.support.source import ROOT
 from tests.support.tiny_trainer import assert_same_tensor, open_image
 
@@ -79,6 +79,15 @@ def test_what_all_ranks_store_is_each_tensor_whole_and_once(outcome: Outcome, ki
 @pytest.mark.parametrize("kind", [*FULLY_SHARDED, *OTHERS])
 def test_a_sharded_state_comes_back_and_goes_on_bit_for_bit(outcome: Outcome, kind: str) -> None:
     assert [found[kind] for found in outcome.ranks] == [{"same": True, "goes on": True}] * WORLD
+
+
+@pytest.mark.fault("B29")
+def test_a_model_has_the_same_spec_however_it_is_sharded(outcome: Outcome) -> None:
+    expected = outcome.ranks[0]["specs"]["ddp"]
+    assert expected["model"]["class"] == "Sequential"
+    assert expected["model"]["params"]["0.weight"] == ["float32", [7, 6]]
+    for found in outcome.ranks:
+        assert found["specs"] == dict.fromkeys(ONE_MODEL, expected)
 
 
 def test_replicas_share_the_work(outcome: Outcome) -> None:
