@@ -68,6 +68,14 @@ class Core:
         """Take in one event and return all that is to be done now, in order."""
         return (*self._take(event), *self._settle())
 
+    def job_uid(self) -> str:
+        """Return the uid of the job, or nothing while no document has said it."""
+        return self.desired.job_uid if self.desired is not None else ""
+
+    def coordinator_url(self) -> str:
+        """Return the URL in the newest document of the coordinator, or nothing."""
+        return self.desired.url if self.desired is not None else ""
+
     # What happened
 
     def _take(self, event: Event) -> list[Effect]:

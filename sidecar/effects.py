@@ -186,27 +186,11 @@ class Exit:
     reason: str
 
 
-Effect: TypeAlias = (
-    Send
-    | Hangup
-    | MakeSlots
-    | RemoveSlots
-    | LookAtSlots
-    | GrantSlot
-    | EmptySlot
-    | HashSlot
-    | StoreLocal
-    | StoreObject
-    | DropLocal
-    | Follow
-    | Pull
-    | RemoveSpares
-    | Stage
-    | DropStage
-    | ReadObjectBack
-    | OpenAttempt
-    | FetchDesired
-    | Publish
-    | Shout
-    | Exit
-)
+Instant: TypeAlias = Send | Hangup | Follow | Publish | Shout | Exit
+"""What takes no time."""
+Near: TypeAlias = MakeSlots | RemoveSlots | RemoveSpares | LookAtSlots | GrantSlot | EmptySlot | HashSlot | DropStage
+"""What is done in this node's memory."""
+Far: TypeAlias = StoreLocal | StoreObject | DropLocal | Pull | Stage | ReadObjectBack | OpenAttempt | FetchDesired
+"""What goes beyond it."""
+Lasting: TypeAlias = Near | Far
+Effect: TypeAlias = Instant | Lasting

@@ -43,6 +43,17 @@ class NoRoomError(Exception):
     """There is not enough memory; the message says what is needed and what there is."""
 
 
+def slot_files(root: Path, rank: int, number: int) -> SlotPaths:
+    """Return the files of a slot in a job's directory."""
+    return slot_paths(root / "slots" / f"rank-{rank}", number)
+
+
+def spare_files(root: Path, rank: int, number: int) -> SlotPaths:
+    """Return the files of a spare (it has no lock) in a job's directory."""
+    stem = root / "peer" / f"rank-{rank}-spare-{number}"
+    return SlotPaths(data=stem.with_suffix(".data"), page=stem.with_suffix(".page"), lock=stem.with_suffix(".lock"))
+
+
 class Memory:
     """This job's directory in the node's memory."""
 
@@ -66,12 +77,11 @@ class Memory:
 
     def slot(self, rank: int, number: int) -> SlotPaths:
         """Return the files of a slot."""
-        return slot_paths(self.root / "slots" / f"rank-{rank}", number)
+        return slot_files(self.root, rank, number)
 
     def spare(self, rank: int, number: int) -> SlotPaths:
         """Return the files of a spare (it has no lock)."""
-        stem = self.root / "peer" / f"rank-{rank}-spare-{number}"
-        return SlotPaths(data=stem.with_suffix(".data"), page=stem.with_suffix(".page"), lock=stem.with_suffix(".lock"))
+        return spare_files(self.root, rank, number)
 
     def staged(self, attempt_uid: str, rank: int) -> Path:
         """Return the file into which a shard is fetched for a restore."""

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import logging
 import os
 from collections import defaultdict
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar, assert_never
 
-from toprope.coordinator.wire import TIERS, Desired, Inventory, OpenAnswer, Skip
+from toprope.coordinator.wire import OpenAnswer
 from toprope.sidecar import effects as do
 from toprope.sidecar import events as on
 from toprope.sidecar import metrics
@@ -22,6 +21,7 @@ from toprope.sidecar.adapters.http import Copies
 from toprope.sidecar.adapters.trainer_socket import TrainerSocket
 from toprope.sidecar.config import SidecarConfig
 from toprope.sidecar.core import Core
+from toprope.sidecar.documents import Documents
 from toprope.sidecar.effects import Effect
 from toprope.sidecar.events import Event
 from toprope.sidecar.local_tier import LocalError, LocalTier
@@ -36,9 +36,6 @@ from toprope.store.errors import CkptError
 from toprope.trainer_hooks import wire
 
 TICK_S = 0.25
-HTTP_REPORT_AFTER_S = 1.0
-HTTP_REPORT_EVERY_S = 1.0
-HTTP_CHECK_ROUNDS = 10
 CANCEL_AGAIN_S = 0.5
 WATCH_RETRY_S = 0.5
 HASH_THREADS = 2
@@ -57,38 +54,38 @@ class Parts:
     memory: Memory
     local: LocalTier
     ports: Ports
-    stager: Stager
 
 
 class Sidecar:
     """The runtime of one sidecar."""
 
-    def __init__(self, config: SidecarConfig, tasks: asyncio.TaskGroup) -> None:
+    def __init__(self, config: SidecarConfig, parts: Parts, tasks: asyncio.TaskGroup) -> None:
         self.config = config
-        self.parts: Parts | None = None
         self.socket = TrainerSocket(config.socket, on_frame=self._on_frame, on_closed=self._on_closed)
         self.stop = asyncio.Event()
         self.refusal: str | None = None
+        self._parts = parts
         self._tasks = tasks
         self._loop = asyncio.get_running_loop()
         self._shouts = Shouts()
         self._hashers = ThreadPoolExecutor(HASH_THREADS, thread_name_prefix="hash")
         self._bulk = ThreadPoolExecutor(BULK_THREADS, thread_name_prefix="bulk")
-        self._changed = asyncio.Event()
         self._followers: dict[str, tuple[str, asyncio.Task[None]]] = {}
-        self._broker_version = 0
-        self._skips: frozenset[Skip] = frozenset()
         self._scan: asyncio.Task[None] | None = None
         self._page_turns: defaultdict[tuple[int, int], asyncio.Lock] = defaultdict(asyncio.Lock)
         self._ending = False
+        ports = parts.ports
+        self._stager = Stager(memory=parts.memory, peers=ports.peers, objects=ports.objects, doubt=self._doubt)
+        self.documents = Documents(
+            parts.core, coordinator=ports.coordinator, broker=ports.broker, post=self.post, shouts=self._shouts
+        )
 
     # Events in, effects out
 
     def post(self, event: Event) -> None:
         """Tell the core, and begin what it wants done. A core that fails ends the process, whoever told it."""
-        assert self.parts is not None
         try:
-            effects = self.parts.core.handle(event)
+            effects = self._parts.core.handle(event)
         except Exception as error:
             self._tasks.create_task(_raised(error))
             raise
@@ -106,7 +103,7 @@ class Sidecar:
             case do.Shout():
                 self._shouts.shout(effect.what, effect.text)
             case do.Publish():
-                self._on_publish(effect.inventory)
+                self.documents.on_publish(effect.inventory)
             case do.Follow():
                 self._follow(dict(effect.owners))
             case do.Exit():
@@ -119,7 +116,7 @@ class Sidecar:
     def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         return self._tasks.create_task(work)
 
-    async def _perform(self, effect: Effect) -> None:
+    async def _perform(self, effect: do.Lasting) -> None:
         memory = self._parts.memory
         match effect:
             case do.MakeSlots():
@@ -143,7 +140,7 @@ class Sidecar:
             case _:
                 await self._perform_far(effect)
 
-    async def _perform_far(self, effect: Effect) -> None:
+    async def _perform_far(self, effect: do.Far) -> None:
         """Do what goes beyond this node's memory."""
         match effect:
             case do.StoreLocal():
@@ -161,14 +158,9 @@ class Sidecar:
             case do.OpenAttempt():
                 await self._open(effect)
             case do.FetchDesired():
-                await self._fetch()
+                await self.documents.fetch()
             case _:
-                raise AssertionError(effect)
-
-    @property
-    def _parts(self) -> Parts:
-        assert self.parts is not None
-        return self.parts
+                assert_never(effect)
 
     async def _in_bulk(self, work: Callable[A, R], *args: A.args, **kwargs: A.kwargs) -> R:
         return await self._loop.run_in_executor(self._bulk, functools.partial(work, *args, **kwargs))
@@ -333,7 +325,7 @@ class Sidecar:
 
     async def _stage(self, effect: do.Stage) -> None:
         try:
-            shard = await self._in_bulk(self._parts.stager.stage, effect)
+            shard = await self._in_bulk(self._stager.stage, effect)
         except (StagingError, OSError) as error:
             self.post(on.StageFailed(attempt_uid=effect.attempt_uid, rank=effect.shard.rank, reason=str(error)))
             return
@@ -346,104 +338,9 @@ class Sidecar:
             answer = OpenAnswer(code="unavailable", text=str(error))
         self.post(on.OpenAnswered(connection=effect.connection, answer=answer))
 
-    # Documents
-
-    async def _fetch(self) -> None:
-        with self._asking():
-            self.take_desired(await self._parts.ports.coordinator.get_desired(newer_than=None))
-            self.post(on.DesiredConfirmed())
-
-    @contextlib.contextmanager
-    def _asking(self) -> Iterator[None]:
-        try:
-            yield
-        except CoordinatorError as error:
-            metrics.COORDINATOR_UP.set(0)
-            self._shouts.shout("coordinator-away", str(error))
-        else:
-            metrics.COORDINATOR_UP.set(1)
-
-    def take_desired(self, desired: Desired) -> None:
-        """Take in the coordinator's document."""
-        self.post(on.DesiredArrived(desired=desired))
-        metrics.PROTECTED_STEP.set(desired.protected_step)
-        metrics.READY_STEP.set(desired.ready_step)
-
-    def _on_publish(self, inventory: Inventory) -> None:
-        skips = frozenset(inventory.skipped)
-        for skip in skips - self._skips:
-            metrics.SKIPS.labels(rank=str(skip.rank)).inc()
-        self._skips = skips
-        for tier in TIERS:
-            metrics.COPIES.labels(tier=tier).set(sum(copy.tier == tier for copy in inventory.copies))
-        self._changed.set()
-        self._changed = asyncio.Event()
-
-    def newest_inventory(self) -> Inventory | None:
-        """Return the inventory as last published."""
-        return self._parts.core.published
-
-    async def inventory_after(self, after: int, wait_s: float) -> Inventory | None:
-        """Return the inventory once it is not version ``after``, or as it is after ``wait_s``."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(wait_s):
-                while (newest := self.newest_inventory()) is None or newest.version == after:
-                    await self._changed.wait()
-        return self.newest_inventory()
-
-    async def publish(self) -> None:
-        """Publish each inventory to the broker, the newest only if they come faster than it acknowledges."""
-        while True:
-            changed, newest = self._changed, self.newest_inventory()
-            if newest is None or newest.version == self._broker_version:
-                await changed.wait()
-            elif await self._parts.ports.broker.publish_inventory(newest):
-                self._broker_version = newest.version
-            else:
-                await asyncio.sleep(WATCH_RETRY_S)
-
-    async def report(self) -> None:
-        """Tell the coordinator by HTTP what no broker takes: at once without one, after a second with a slow one."""
-        broker, reported = self._parts.ports.broker, 0
-        while True:
-            changed, newest = self._changed, self.newest_inventory()
-            if newest is None or newest.version in {reported, self._broker_version}:
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(HTTP_REPORT_EVERY_S):
-                        await changed.wait()
-                reported = reported if broker.connected() else 0
-                continue
-            if broker.connected():
-                await asyncio.sleep(HTTP_REPORT_AFTER_S)
-                if self._broker_version >= newest.version:
-                    continue
-            with self._asking():
-                self.take_desired(await self._parts.ports.coordinator.put_inventory(newest))
-                reported = newest.version
-            if reported != newest.version:
-                await asyncio.sleep(WATCH_RETRY_S)
-
-    async def watch_desired(self) -> None:
-        """Hear the coordinator's document by HTTP: at once while no broker brings it, now and then while one does.
-
-        For the broker may be connected here and cut off from the coordinator.
-        """
-        while True:
-            before = self._parts.core.desired
-            if self._parts.ports.broker.connected():
-                for _ in range(HTTP_CHECK_ROUNDS):
-                    await asyncio.sleep(WATCH_RETRY_S)
-                    if not self._parts.ports.broker.connected():
-                        break
-                before = None
-            with self._asking():
-                self.take_desired(await self._parts.ports.coordinator.get_desired(newer_than=before))
-            if self._parts.core.desired is before:
-                await asyncio.sleep(WATCH_RETRY_S)
-
     def endless(self) -> tuple[Coroutine[Any, Any, None], ...]:
         """Return the work that goes on until the end."""
-        return self.tick(), self.publish(), self.report(), self.watch_desired()
+        return self.tick(), *self.documents.loops()
 
     async def tick(self) -> None:
         """Let time pass in the core."""
@@ -503,22 +400,12 @@ class Sidecar:
                 self.post(on.LocalStored(shard=item[0], path=str(item[1]), slot=None))
         self.post(on.LeftoversRead())
 
-    def doubt(self, request: do.Stage, way: Way) -> None:
+    def _doubt(self, request: do.Stage, way: Way) -> None:
         """Learn, from a thread, that a copy of this node was found to be wrong."""
         event = on.CopyDoubted(
             attempt_uid=request.source_attempt_uid, step=request.step, rank=request.shard.rank, tier=way.tier
         )
         self._loop.call_soon_threadsafe(self.post, event)
-
-    def coordinator_url(self) -> str:
-        """Return the URL in the newest document of the coordinator, or nothing."""
-        desired = self._parts.core.desired
-        return desired.url if desired is not None else ""
-
-    def job_uid(self) -> str:
-        """Return the uid of the job, or nothing while no document has said it."""
-        desired = self._parts.core.desired
-        return desired.job_uid if desired is not None else ""
 
     async def end(self, running: list[asyncio.Task[None]]) -> None:
         """End what would go on for ever; what is being stored is finished, and nothing more is begun.

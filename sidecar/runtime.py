@@ -27,10 +27,17 @@ from toprope.sidecar.budget import measure, needed_bytes, why_too_little
 from toprope.sidecar.config import SidecarConfig
 from toprope.sidecar.core import Core
 from toprope.sidecar.local_tier import LocalTier
-from toprope.sidecar.memory import Memory, boot_id, lock_memory, make_directory, used_bytes
+from toprope.sidecar.memory import (
+    Memory,
+    boot_id,
+    lock_memory,
+    make_directory,
+    slot_files,
+    spare_files,
+    used_bytes,
+)
 from toprope.sidecar.performer import Parts, Sidecar
 from toprope.sidecar.ports import Ports
-from toprope.sidecar.staging import Stager
 from toprope.sidecar.values import Identity
 from toprope.store.errors import CkptError, UsageError
 from toprope.store.objects.opening import open_store
@@ -123,9 +130,10 @@ async def _serve(config: SidecarConfig, ground: Ground, wrap: Wrap) -> None:
     """Run all parts until told to stop; the first that fails ends the others."""
     timeout = aiohttp.ClientTimeout(total=None)
     async with aiohttp.ClientSession(timeout=timeout) as session, asyncio.TaskGroup() as tasks:
-        sidecar = Sidecar(config, tasks)
-        broker = _broker(config, ground, sidecar)
-        sidecar.parts = _parts(config, ground, sidecar, broker=broker, session=session, wrap=wrap)
+        core = Core(me=_identity(config, ground))
+        broker = _broker(config, ground, core)
+        ports = _ports(config, ground, core, broker=broker, session=session).wrapped(wrap)
+        sidecar = Sidecar(config, _parts(config, core, ports), tasks)
         await sidecar.adopt()
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -133,7 +141,7 @@ async def _serve(config: SidecarConfig, ground: Ground, wrap: Wrap) -> None:
         async with _http(config, ground, sidecar), sidecar.socket.serving():
             running = [tasks.create_task(work) for work in sidecar.endless()]
             if isinstance(broker, MqttBroker):
-                running.append(tasks.create_task(broker.run()))
+                running.append(tasks.create_task(broker.run(sidecar.documents.take_desired)))
             _tell_ready(config, ground)
             await sidecar.stop.wait()
         await sidecar.end(running)
@@ -142,38 +150,8 @@ async def _serve(config: SidecarConfig, ground: Ground, wrap: Wrap) -> None:
         raise RefusedError(f"the coordinator refuses this sidecar of node {config.node}: {sidecar.refusal}")
 
 
-def _broker(config: SidecarConfig, ground: Ground, sidecar: Sidecar) -> MqttBroker | NoBroker:
-    if config.broker is None:
-        return NoBroker()
-    presence = Presence(node=config.node, boot_id=ground.boot_id, incarnation=ground.incarnation, alive=True)
-    return MqttBroker(
-        config.broker,
-        job=config.job,
-        presence=presence,
-        newest=sidecar.newest_inventory,
-        on_desired=sidecar.take_desired,
-    )
-
-
-def _parts(
-    config: SidecarConfig,
-    ground: Ground,
-    sidecar: Sidecar,
-    *,
-    broker: MqttBroker | NoBroker,
-    session: aiohttp.ClientSession,
-    wrap: Wrap,
-) -> Parts:
-    coordinator = HttpCoordinator(
-        session, urls=config.coordinators, token=config.token, current=sidecar.coordinator_url
-    )
-    peers = HttpPeers(session, node=config.node, token=config.token, stall_timeout_s=config.stall_timeout_s)
-    ports = Ports(
-        pages=Pages(), disk=Disk(), objects=ground.store, peers=peers, coordinator=coordinator, broker=broker
-    ).wrapped(wrap)
-    memory = Memory(config.job_memory, ports.pages, limit_bytes=config.memory_bytes, job_uid=sidecar.job_uid)
-    memory.make_directories()
-    identity = Identity(
+def _identity(config: SidecarConfig, ground: Ground) -> Identity:
+    return Identity(
         job=config.job,
         node=config.node,
         boot_id=ground.boot_id,
@@ -181,23 +159,42 @@ def _parts(
         url=ground.url,
         domain=config.domain,
         use_deadline_s=config.use_deadline_s,
-        slot_path=lambda rank, number: str(memory.slot(rank, number).data),
-        spare_path=lambda rank, number: str(memory.spare(rank, number).data),
+        slot_path=lambda rank, number: str(slot_files(config.job_memory, rank, number).data),
+        spare_path=lambda rank, number: str(spare_files(config.job_memory, rank, number).data),
     )
-    return Parts(
-        core=Core(me=identity),
-        memory=memory,
-        local=LocalTier(config.job_local, ports.disk),
-        ports=ports,
-        stager=Stager(memory=memory, peers=ports.peers, objects=ports.objects, doubt=sidecar.doubt),
-    )
+
+
+def _broker(config: SidecarConfig, ground: Ground, core: Core) -> MqttBroker | NoBroker:
+    if config.broker is None:
+        return NoBroker()
+    presence = Presence(node=config.node, boot_id=ground.boot_id, incarnation=ground.incarnation, alive=True)
+    return MqttBroker(config.broker, job=config.job, presence=presence, newest=lambda: core.published)
+
+
+def _ports(
+    config: SidecarConfig,
+    ground: Ground,
+    core: Core,
+    *,
+    broker: MqttBroker | NoBroker,
+    session: aiohttp.ClientSession,
+) -> Ports:
+    coordinator = HttpCoordinator(session, urls=config.coordinators, token=config.token, current=core.coordinator_url)
+    peers = HttpPeers(session, node=config.node, token=config.token, stall_timeout_s=config.stall_timeout_s)
+    return Ports(pages=Pages(), disk=Disk(), objects=ground.store, peers=peers, coordinator=coordinator, broker=broker)
+
+
+def _parts(config: SidecarConfig, core: Core, ports: Ports) -> Parts:
+    memory = Memory(config.job_memory, ports.pages, limit_bytes=config.memory_bytes, job_uid=core.job_uid)
+    memory.make_directories()
+    return Parts(core=core, memory=memory, local=LocalTier(config.job_local, ports.disk), ports=ports)
 
 
 @asynccontextmanager
 async def _http(config: SidecarConfig, ground: Ground, sidecar: Sidecar) -> AsyncIterator[None]:
     server = SidecarHttp(
         sidecar.copies(),
-        inventory_after=sidecar.inventory_after,
+        inventory_after=sidecar.documents.inventory_after,
         token=config.token,
         stall_timeout_s=config.stall_timeout_s,
         use_deadline_s=config.use_deadline_s,

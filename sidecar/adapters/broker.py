@@ -35,13 +35,11 @@ class MqttBroker:
         job: str,
         presence: Presence,
         newest: Callable[[], Inventory | None],
-        on_desired: Callable[[Desired], None],
     ) -> None:
         self._address = address
         self._job = job
         self._presence = presence
         self._newest = newest
-        self._on_desired = on_desired
         self._client: aiomqtt.Client | None = None
         self._publishing: asyncio.Timeout | None = None
         self._random = random.SystemRandom()
@@ -64,12 +62,12 @@ class MqttBroker:
         """Say whether there is a connection right now."""
         return self._client is not None
 
-    async def run(self) -> None:
-        """Connect, serve, and connect again, until cancelled."""
+    async def run(self, on_desired: Callable[[Desired], None]) -> None:
+        """Connect, serve, and connect again, until cancelled; ``on_desired`` learns what the coordinator says."""
         failures = 0
         while True:
             try:
-                await self._serve()
+                await self._serve(on_desired)
             except (aiomqtt.MqttError, OSError, TimeoutError) as error:
                 if _is_cancelled():
                     raise asyncio.CancelledError from error
@@ -83,7 +81,7 @@ class MqttBroker:
             delay = BACK_OFF_S[min(failures, len(BACK_OFF_S) - 1)]
             await asyncio.sleep(delay * self._random.uniform(0.5, 1.0))
 
-    async def _serve(self) -> None:
+    async def _serve(self, on_desired: Callable[[Desired], None]) -> None:
         gone = Presence(
             node=self._presence.node,
             boot_id=self._presence.boot_id,
@@ -99,13 +97,13 @@ class MqttBroker:
             timeout=TIMEOUT_S,
         ) as client:
             try:
-                await self._converse(client)
+                await self._converse(client, on_desired)
             except asyncio.CancelledError:
                 with contextlib.suppress(aiomqtt.MqttError, TimeoutError):
                     await client.publish(self._topic("presence"), encode(gone), qos=1, retain=True, timeout=1.0)
                 raise
 
-    async def _converse(self, client: aiomqtt.Client) -> None:
+    async def _converse(self, client: aiomqtt.Client, on_desired: Callable[[Desired], None]) -> None:
         await client.publish(self._topic("presence"), encode(self._presence), qos=1, retain=True)
         await client.subscribe(f"toprope/{self._job}/desired", qos=1)
         self._client = client
@@ -115,16 +113,17 @@ class MqttBroker:
         if inventory is not None:
             await client.publish(self._topic("inventory"), encode(inventory), qos=1, retain=True)
         async for message in client.messages:
-            self._take(message)
-
-    def _take(self, message: aiomqtt.Message) -> None:
-        try:
-            self._on_desired(decode(message.payload, Desired, limit=MAX_DESIRED_BYTES))
-        except DocumentError as error:
-            log.warning("broker: document on %s ignored: %s", message.topic, error)
+            _take(message, on_desired)
 
     def _topic(self, last: str) -> str:
         return f"toprope/{self._job}/nodes/{self._presence.node}/{last}"
+
+
+def _take(message: aiomqtt.Message, on_desired: Callable[[Desired], None]) -> None:
+    try:
+        on_desired(decode(message.payload, Desired, limit=MAX_DESIRED_BYTES))
+    except DocumentError as error:
+        log.warning("broker: document on %s ignored: %s", message.topic, error)
 
 
 def _is_cancelled() -> bool:

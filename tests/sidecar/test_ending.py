@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from types import SimpleNamespace
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import pytest
 from tests.sidecar.test_config import config
+from tests.sidecar.test_performer import parts_of
 from tests.support.coordinator_stub import CoordinatorStub
 from tests.support.sidecar_node import MakeNode
 
@@ -41,9 +41,8 @@ class BrokenCore:
 def test_a_core_that_fails_ends_the_process_whoever_told_it() -> None:
     async def serve() -> None:
         async with asyncio.timeout(5.0), asyncio.TaskGroup() as tasks:
-            sidecar = Sidecar(config(), tasks)
-            parts: Any = SimpleNamespace(core=BrokenCore())
-            sidecar.parts = parts
+            parts = parts_of(BrokenCore())
+            sidecar = Sidecar(config(), parts, tasks)
             with pytest.raises(KeyError):
                 sidecar.post(on.Tick(now_s=0.0))  # as the task of a connection would, which is not ours
             await sidecar.stop.wait()

@@ -50,14 +50,19 @@ class Core:
         )
 
 
+def parts_of(core: object, memory: object = None) -> Any:  # noqa: ANN401 - a fake of Parts
+    """Return the parts of a sidecar of which only some are ever used."""
+    ports = SimpleNamespace(peers=None, objects=None, coordinator=None, broker=None)
+    return SimpleNamespace(core=core, memory=memory, ports=ports)
+
+
 def test_a_slot_is_lent_after_its_page_was_emptied_and_not_before() -> None:
     memory = SlowMemory()
 
     async def serve() -> None:
         async with asyncio.timeout(5.0), asyncio.TaskGroup() as tasks:
-            sidecar = Sidecar(config(), tasks)
-            parts: Any = SimpleNamespace(core=Core(), memory=memory)
-            sidecar.parts = parts
+            parts = parts_of(Core(), memory)
+            sidecar = Sidecar(config(), parts, tasks)
             sidecar.post(on.Tick(now_s=0.0))
 
     asyncio.run(serve())
