@@ -15,6 +15,9 @@ from toprope.chaos.live.forking import ForkedServices, ForkServer
 from toprope.chaos.live.processes import become_subreaper, wait_until
 from toprope.chaos.live.ranks import World
 from toprope.chaos.oracle import compare, torn_restores
+from toprope.store.log import read_log
+from toprope.store.objects.directory import DirectoryStore
+from toprope.store.verify import verify_checkpoint
 
 STEPS = 9
 EVERY = 2
@@ -86,6 +89,7 @@ def kill_and_resume(kind: str, tmp_path: Path, warm: ForkServer, services: Forke
             ranks.finish()
         finally:
             ranks.stop()
+        assert_the_last_is_in_the_store(cluster, world=ranks.world)
     journal.read()
     assert {event.step for event in journal.events if event.event == "begin"} == {0, GATE}
     judgement = compare(read_finals(ranks.out), expected, world=ranks.world)
@@ -119,6 +123,21 @@ def test_another_number_of_ranks_is_refused_with_both_counts_and_changes_nothing
             said = others.log(0).read_text()
             assert f"the job was saved by 2 ranks and this launch has {count}; start it with 2" in said
         assert attempt_of(cluster) == before
+
+
+def assert_the_last_is_in_the_store(cluster: Cluster, *, world: int) -> None:
+    """The last checkpoint becomes READY, and is what its manifest and indexes say."""
+    last = STEPS - STEPS % (2 * EVERY)
+    wait_until(lambda: ready_step(cluster) == last, what=f"step {last} is READY", timeout_s=30)
+    store = DirectoryStore(cluster.store)
+    state = read_log(store, JOB)
+    report = verify_checkpoint(store, state, state.live[-1])
+    assert (report.step, report.world, report.damages) == (last, world, ())
+
+
+def ready_step(cluster: Cluster) -> int:
+    desired = cluster.desired()
+    return 0 if desired is None else desired.ready_step
 
 
 def attempt_of(cluster: Cluster) -> str:
