@@ -56,9 +56,11 @@ class Job:
 
     def before_a_blow(self) -> Blow:
         """Note what the coordinator says to be safe."""
-        desired = self.cluster.desired()
-        assert desired is not None
-        return Blow(protected_step=desired.protected_step)
+        for _ in range(3):  # a busy machine may not answer in time
+            desired = self.cluster.desired()
+            if desired is not None:
+                return Blow(protected_step=desired.protected_step)
+        raise AssertionError("the coordinator does not answer")
 
     def newest_step(self) -> int:
         """The newest step that a rank has ended."""
