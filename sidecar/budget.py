@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,19 +46,27 @@ def why_too_little(room: Room, needed: int, *, what: str) -> str | None:
         "available on the machine": room.machine_free,
     }
     least = min(limits, key=lambda name: limits[name])
-    text = f"{what}: {_exactly(needed)} of memory needed, {_exactly(limits[least])} {least}"
+    return f"{what}: {_exactly(needed)} of memory needed, {_exactly(limits[least])} {least}. {_advice(room)}"
+
+
+def _advice(room: Room) -> str:
+    """Return what to do about too little room."""
     if room.directory_total <= CONTAINER_SHM_BYTES:
-        text += (
-            f". {room.directory} holds {_exactly(room.directory_total)} in all "
+        return (
+            f"{room.directory} holds {_exactly(room.directory_total)} in all "
             "(containers get 64 MiB unless told otherwise): "
             "give it more with --shm-size, or an emptyDir with medium: Memory"
         )
-    return text
+    if room.available == room.directory_free:
+        return "Give a --memory-dir in a larger tmpfs"
+    if room.available == room.cgroup_free:
+        return "Raise the memory limit of the container"
+    return "Run fewer ranks on this machine, or end what else uses its memory"
 
 
 def measure(directory: Path, *, proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> Room:
-    """Return the room there is now."""
-    stat = os.statvfs(directory)
+    """Return the room there is now; where the directory is not made yet, the room that it would have."""
+    stat = os.statvfs(_existing(directory))
     return Room(
         directory=directory,
         directory_total=stat.f_blocks * stat.f_frsize,
@@ -65,6 +74,15 @@ def measure(directory: Path, *, proc: Path = Path("/proc"), cgroup: Path = Path(
         cgroup_free=_cgroup_free(cgroup),
         machine_free=_machine_free(proc),
     )
+
+
+def _existing(directory: Path) -> Path:
+    """Return the directory, or the nearest above it that is there."""
+    for path in (directory, *directory.parents):
+        with contextlib.suppress(OSError):
+            path.stat()
+            return path
+    return Path("/")
 
 
 def _cgroup_free(cgroup: Path) -> int:

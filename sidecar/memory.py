@@ -28,6 +28,7 @@ from toprope.store.errors import CorruptObjectError, UsageError
 from toprope.store.shard import identity_of, parse_header
 from toprope.trainer_hooks.slot import Page, SlotPaths, SlotState, lock_holder, slot_paths
 
+LOCK_NAME = "sidecar.lock"
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14
 _POPULATE_CHUNK = 16 * 1024 * 1024
 _SLOT = re.compile(r"slot-(\d{1,9})\.data")
@@ -186,7 +187,8 @@ class Memory:
         if self._limit_bytes is not None:
             left = self._limit_bytes - used_bytes(self.root)
             if more > left:
-                raise NoRoomError(f"{what}: {more} bytes of memory needed; --memory {self._limit_bytes} leaves {left}")
+                allowed = f"--memory {self._limit_bytes} leaves {left}. Raise it, or give none"
+                raise NoRoomError(f"{what}: {more} bytes of memory needed; {allowed}")
 
     def _remove(self, path: Path) -> None:
         with self._mutex:
@@ -327,7 +329,7 @@ def lock_memory(root: Path) -> int:
     Raises:
         UsageError: another live sidecar owns it.
     """
-    descriptor = os.open(root / "sidecar.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    descriptor = os.open(root / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
@@ -336,6 +338,19 @@ def lock_memory(root: Path) -> int:
             f"another sidecar serves {root}: stop it first, or give this one its own --memory-dir"
         ) from error
     return descriptor
+
+
+def refuse_if_owned(root: Path) -> None:
+    """See, without making anything, that no other process owns the directory now.
+
+    Raises:
+        UsageError: a live sidecar owns it, or it can't be looked at.
+    """
+    try:
+        if (root / LOCK_NAME).exists():
+            os.close(lock_memory(root))
+    except OSError as error:
+        raise _unwritable(root, error, what="--memory-dir") from error
 
 
 def make_directory(path: Path, *, what: str) -> None:
@@ -350,10 +365,12 @@ def make_directory(path: Path, *, what: str) -> None:
         os.close(os.open(trial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
         trial.unlink()
     except OSError as error:
-        reason = os.strerror(error.errno or 0)
-        raise UsageError(
-            f"{what} {path} can't be written: {reason}. Give a directory that this user can write"
-        ) from error
+        raise _unwritable(path, error, what=what) from error
+
+
+def _unwritable(path: Path, error: OSError, *, what: str) -> UsageError:
+    reason = os.strerror(error.errno or 0)
+    return UsageError(f"{what} {path} can't be written: {reason}. Give a directory that this user can write")
 
 
 def _fault_in(view: memoryview) -> None:

@@ -32,6 +32,7 @@ from toprope.sidecar.memory import (
     boot_id,
     lock_memory,
     make_directory,
+    refuse_if_owned,
     slot_files,
     spare_files,
     used_bytes,
@@ -68,22 +69,31 @@ async def run(config: SidecarConfig, wrap: Wrap = unwrapped) -> None:
         UsageError: it can't be started like this.
         RefusedError: the coordinator does not want it.
     """
-    make_directory(config.memory_dir, what="--memory-dir")
-    make_directory(config.job_memory, what="--memory-dir")
+    refuse_if_owned(config.job_memory)
+    check_admission(config)
     make_directory(config.job_local, what="--local-dir")
-    lock = lock_memory(config.job_memory)
-    try:
-        check_admission(config)
-        with _bound(config) as listening:
+    with _bound(config) as listening:
+        store = open_store(config.store, write=True)
+        with _owned_memory(config):
             host, port = listening.getsockname()[:2]
             ground = Ground(
-                store=open_store(config.store, write=True),
+                store=store,
                 listening=listening,
                 url=f"http://{Address(host=host, port=port)}",
                 boot_id=boot_id(config.memory_dir),
                 incarnation=os.urandom(16).hex(),
             )
             await _serve(config, ground, wrap)
+
+
+@contextmanager
+def _owned_memory(config: SidecarConfig) -> Iterator[None]:
+    """Own the memory directory while the context lasts. Made after all other checks: who is refused leaves none."""
+    make_directory(config.memory_dir, what="--memory-dir")
+    make_directory(config.job_memory, what="--memory-dir")
+    lock = lock_memory(config.job_memory)
+    try:
+        yield
     finally:
         os.close(lock)
 
@@ -101,7 +111,8 @@ def check_admission(config: SidecarConfig) -> None:
         each = f"{config.ranks} ranks x {config.state_size} bytes x (3 slots + 2 x {config.copies} peer copies)"
         log.info("memory: %s = %d bytes", each, needed)
         if config.memory_bytes is not None and needed > config.memory_bytes:
-            raise UsageError(f"{each}: {needed} bytes of memory needed; --memory allows {config.memory_bytes}")
+            allowed = f"--memory allows {config.memory_bytes}. Raise it, or give none"
+            raise UsageError(f"{each}: {needed} bytes of memory needed; {allowed}")
         _refuse(why_too_little(room, needed - held, what=each))
     if config.memory_bytes is not None:
         _refuse(why_too_little(room, config.memory_bytes - held, what=f"--memory {config.memory_bytes}"))

@@ -83,12 +83,20 @@ def receive(peers: HttpPeers, url: str, into: memoryview) -> None:
         raise caught[0]
 
 
-@pytest.mark.parametrize("least", ["directory_free", "cgroup_free", "machine_free"])
-def test_the_least_of_directory_cgroup_and_machine_counts(least: str) -> None:
+@pytest.mark.parametrize(
+    ("least", "advice"),
+    [
+        ("directory_free", "Give a --memory-dir"),
+        ("cgroup_free", "Raise the memory limit"),
+        ("machine_free", "Run fewer ranks"),
+    ],
+)
+def test_the_least_of_directory_cgroup_and_machine_counts_and_what_to_do_is_said(least: str, advice: str) -> None:
     room = {"directory_free": 1 << 40, "cgroup_free": 1 << 40, "machine_free": 1 << 40, least: 100}
     text = why_too_little(Room(directory=Path("/m"), directory_total=1 << 40, **room), 101, what="it")
     assert text is not None
     assert text.startswith("it: 101 bytes of memory needed, 100 bytes ")
+    assert advice in text
     assert why_too_little(Room(directory=Path("/m"), directory_total=1 << 40, **room), 100, what="it") is None
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
+import os
 import socket
 import struct
+import tempfile
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -56,13 +59,17 @@ def wait_for_end(node: Node) -> int:
     ],
 )
 def test_wrong_settings_get_one_line_and_status_64(nodes: MakeNode, more: tuple[str, ...], text: str) -> None:
-    assert text in failure(nodes(), *more)
+    node = nodes()
+    assert text in failure(node, *more)
+    assert not node.memory.exists(), "who is refused leaves no directory in memory"
 
 
 def test_a_port_in_use_gets_one_line(nodes: MakeNode) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        assert f"can't listen on 127.0.0.1:{port}: it is in use" in failure(nodes(), "--listen", f"127.0.0.1:{port}")
+        node = nodes()
+        assert f"can't listen on 127.0.0.1:{port}: it is in use" in failure(node, "--listen", f"127.0.0.1:{port}")
+        assert not node.memory.exists()
 
 
 def test_a_second_sidecar_of_the_same_memory_is_refused_and_the_first_serves_on(
@@ -85,6 +92,48 @@ def test_the_socket_is_private_and_a_stale_file_of_it_does_not_matter(nodes: Mak
     assert node.socket.stat().st_mode & 0o777 == 0o600
     with ScriptedTrainer(node.socket):
         pass
+
+
+def test_another_users_process_is_not_heard_whatever_the_socket_lets_in(nodes: MakeNode) -> None:
+    if os.getuid() != 0:
+        pytest.skip("only root can become another user")
+    node = nodes()
+    hello = wire.encode(wire.Hello(job="job", launch_id="aa", rank=0, world=1, pid=1))
+    with tempfile.TemporaryDirectory() as open_to_all:
+        path = Path(open_to_all, "a.sock")
+        path.parent.chmod(0o755)
+        node.start("--socket", str(path))
+        path.chmod(0o666)
+        assert answer_to(OTHER_UID, path, hello) == b"", "it is hung up on without a word"
+        assert "another user's process" in node.log.read_text()
+        assert answer_to(0, path, hello) != b""
+
+
+OTHER_UID = 65534
+
+
+def answer_to(uid: int, path: Path, frame: bytes) -> bytes:
+    """Return the first bytes that a process of this user is sent for its frame."""
+    reading, writing = os.pipe()
+    with socket.socket(socket.AF_UNIX) as stranger:
+        stranger.settimeout(10.0)
+        child = os.fork()
+        if child == 0:
+            status = 1
+            try:
+                os.setresuid(uid, uid, uid)
+                stranger.connect(str(path))
+                with contextlib.suppress(ConnectionError):  # so a connection may end on which something was sent
+                    stranger.sendall(frame)
+                    os.write(writing, stranger.recv(100))
+                status = 0
+            finally:
+                os._exit(status)
+    os.close(writing)
+    with os.fdopen(reading, "rb") as said:
+        answer = said.read()
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    return answer
 
 
 def test_garbage_on_the_socket_ends_that_connection_only(nodes: MakeNode) -> None:
