@@ -214,7 +214,8 @@ class Core:
         self.tiers.on_failed(event, now_s=self.now_s)
         self._end_use(event.shard.rank, event.slot, event.tier)
         shout = do.Shout(
-            what=f"{event.tier}-failed", text=f"rank {event.shard.rank} step {event.shard.step}: {event.reason}"
+            what="local-failed" if event.tier == "local" else "object-failed",
+            text=f"rank {event.shard.rank} step {event.shard.step}: {event.reason}",
         )
         record = self.slots.find(event.shard.attempt_uid, event.shard.step, event.shard.rank)
         if event.damaged and record is not None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from toprope.coordinator.wire import Inventory, OpenRequest, ReadBackTask, RestoreShard
-from toprope.sidecar.values import Shard, Way
+from toprope.sidecar.values import Alarm, Shard, Way
 from toprope.trainer_hooks.slot import Page
 from toprope.trainer_hooks.wire import FromSidecar
 
@@ -175,7 +175,7 @@ class Publish:
 class Shout:
     """Log and count something that costs protection or that a person should know."""
 
-    what: str
+    what: Alarm
     text: str
 
 

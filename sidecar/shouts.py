@@ -6,6 +6,7 @@ import logging
 import time
 
 from toprope.sidecar import metrics
+from toprope.sidecar.values import Alarm
 
 QUIET_S = 10.0
 
@@ -19,7 +20,7 @@ class Shouts:
         self._said_at_s: dict[str, float] = {}
         self._unsaid: dict[str, int] = {}
 
-    def shout(self, kind: str, text: str) -> None:
+    def shout(self, kind: Alarm, text: str) -> None:
         """Count an event of this kind, and log it unless one of its kind was just logged."""
         metrics.SHOUTS.labels(kind=kind).inc()
         now_s = time.monotonic()

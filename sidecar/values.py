@@ -13,6 +13,25 @@ SlowTier: TypeAlias = Literal["local", "object"]
 """A tier that may take fewer steps than are snapshot."""
 
 
+Alarm: TypeAlias = Literal[
+    "ack-failed",
+    "coordinator-away",
+    "digest-differs",
+    "dropped",
+    "local-damaged",
+    "local-failed",
+    "no-room",
+    "object-failed",
+    "owner-away",
+    "peer-failed",
+    "read-back-failed",
+    "refused",
+    "stage-failed",
+    "use-deadline",
+]
+"""The kinds of what a sidecar says aloud; docs/guides/operations.md says what each means."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Identity:
     """Who this sidecar is. ``slot_path`` and ``spare_path`` name the files of (rank, number)."""

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import re
+import typing
 
 import pytest
 from tests.support.source import ROOT, load_program
+
+from toprope.sidecar.values import Alarm
 
 from_code = load_program("docs/from_code.py")
 
@@ -48,6 +51,12 @@ def test_each_metric_is_documented_and_well_named(package: str) -> None:
         assert meaning
         assert re.fullmatch(r"`toprope_[a-z0-9_]+`", name), name
         assert kind != "counter" or name.endswith("_total`"), name
+
+
+def test_each_kind_of_alarm_is_explained_to_whoever_is_woken_by_it() -> None:
+    section = _page("guides/operations.md").partition("toprope_alarms_total{kind=...}")[2].partition("Killing and")[0]
+    cells = [row.split("|")[1] for row in section.splitlines() if row.startswith("| `")]
+    assert sorted(re.findall(r"`([a-z-]+)`", "".join(cells))) == sorted(typing.get_args(Alarm))
 
 
 @pytest.mark.parametrize(
