@@ -205,7 +205,7 @@ def up(where: Layout, cadence: Cadence, *, announce: Path | None) -> None:
     """
     check_cadence(cadence)
     _make_directories(where)
-    with _locked(where):
+    with _locked(where.memory_dir, option="--memory-dir"), _locked(where.directory, option="--dir"):
         ports = {name: free_port("127.0.0.1") for name in ("broker", "coordinator", "sidecar")}
         for name in ("coordinator", "sidecar"):
             ready_file(where, name).unlink(missing_ok=True)
@@ -265,13 +265,20 @@ def _make_directories(where: Layout) -> None:
 
 
 @contextmanager
-def _locked(where: Layout) -> Iterator[None]:
-    path = where.directory / "up.lock"
-    with path.open("w") as lock:
+def _locked(directory: Path, *, option: str) -> Iterator[None]:
+    """Hold a directory before anything starts: a second coordinator would fence off that of a running job."""
+    with (directory / "up.lock").open("a+") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise UsageError(f"`ckpt up` for job {where.job} runs already in {where.directory}") from error
+            lock.seek(0)
+            raise UsageError(
+                f"another `ckpt up` (pid {lock.read().strip()}) runs already in {directory}: use that one, "
+                f"stop it first, or give this one its own {option}"
+            ) from error
+        lock.truncate(0)
+        lock.write(f"{os.getpid()}\n")
+        lock.flush()
         yield
 
 

@@ -370,7 +370,10 @@ def test_up_starts_all_restarts_what_dies_and_stops_all(
 
         wait_until(lambda: alive() == ["a"], what="node a is heard", timeout_s=30)
         assert main(line) == 64
-        assert "runs already" in only_line(capsys)
+        assert f"(pid {content['pid']}) runs already in {memory_dir}" in only_line(capsys)
+        elsewhere = [*line, "--dir", str(tmp_path / "elsewhere")]
+        assert main(elsewhere) == 64, "another --dir must not fence off the coordinator of a job that runs"
+        assert f"runs already in {memory_dir}" in only_line(capsys)
         os.kill(content["pids"]["coordinator"], signal.SIGKILL)
         wait_until(lambda: "starting it again" in process.log.read_text(), what="it is noticed", timeout_s=30)
         wait_until(lambda: alive() == ["a"], what="the next coordinator hears node a", timeout_s=30)
