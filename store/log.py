@@ -24,7 +24,7 @@ from toprope.store.errors import (
     UnavailableError,
 )
 from toprope.store.fold import JobState, fold, violation
-from toprope.store.names import Key, log_key, log_prefix
+from toprope.store.names import Key, is_log_key, log_key, log_prefix
 from toprope.store.objects.protocol import ObjectStore
 from toprope.store.records import MAX_RECORD_BYTES, Elected, Job, Record
 
@@ -161,7 +161,8 @@ def _read_if_there(store: ObjectStore, key: Key) -> bytes | None:
 def _check_no_gap(store: ObjectStore, state: JobState) -> None:
     """Raise if records lie beyond the end of the log and the end is still the end."""
     end = log_key(state.job, state.n)
-    beyond = next((key for key in store.list(log_prefix(state.job)) if key > end), None)
+    keys = store.list(log_prefix(state.job))
+    beyond = next((key for key in keys if key > end and is_log_key(state.job, key)), None)
     if beyond is not None and _read_if_there(store, end) is None:
         raise _corrupt(state, f"it is missing, although {beyond} is there")
 

@@ -63,6 +63,11 @@ def log_key(job: str, number: int) -> Key:
     return Key(f"{log_prefix(job)}{number:020d}.json")
 
 
+def is_log_key(job: str, key: Key) -> bool:
+    """Return whether a key is that of a log record, and not of something that someone left beside them."""
+    return re.fullmatch(r"[0-9]{20}\.json", key.removeprefix(log_prefix(job))) is not None
+
+
 def facts_key(job: str, sha256: str) -> Key:
     """Return the key of what a record names by its hash: a spec, or the world and digests of an attempt."""
     return Key(f"{checked_id(job, what='job')}/facts/{checked_hex(sha256)}.json")

@@ -34,7 +34,7 @@ from toprope.store.log import (
     read_log,
     run_steps,
 )
-from toprope.store.names import log_key
+from toprope.store.names import Key, log_key
 from toprope.store.objects.protocol import ObjectStore
 from toprope.store.records import Elected, Record, Taint
 
@@ -107,6 +107,16 @@ def test_a_missing_record_before_others_is_found(number: int) -> None:
     del store.objects[log_key("job", number)]
     with pytest.raises(LogCorruptError, match=rf"^LOG_CORRUPT record {number} .*it is missing, although job/log/"):
         read_log(store, "job")
+
+
+@pytest.mark.parametrize(
+    "name", ["lost+found/x", "old/00000000000000000009.json", "00000000000000000009.json~", "notes"]
+)
+def test_a_file_that_someone_left_in_the_log_is_no_missing_record(name: str) -> None:
+    store, _ = small_log()
+    before = read_log(store, "job")
+    store.objects[Key(f"job/log/{name}")] = b"not a record"
+    assert read_log(store, "job") == before
 
 
 def test_a_log_of_another_job_is_refused() -> None:
