@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import re
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -33,6 +34,7 @@ WORLD = len(NODES) * RANKS
 VICTIM = "b"
 _POLL_S = 0.01
 _TRAIN_TIMEOUT_S = 150.0
+_ERROR_CHARS = 54  # what is left of 80 columns
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +77,7 @@ Reference: TypeAlias = Callable[[Plan, Path, Progress], tuple[Final, ...]]
 
 def run_without_loss(plan: Plan, directory: Path, progress: Progress) -> tuple[Final, ...]:
     """Train under one torchrun agent."""
-    progress.say("the same training again, uninterrupted and without Toprope, to compare with")
+    progress.say("the same training again, undisturbed and without Toprope")
     out = directory / "reference"
     agent = start_alone(_training(plan, out, hooks=False), log=directory / "logs" / "reference.log")
     reader = JournalReader(out)
@@ -215,7 +217,7 @@ class _Watch:
             how = f"restored step {event.step} and goes on" if event.step else "begins"
             self.progress.say(f"rank {event.rank} {how}")
         elif event.event == "failed":
-            self.progress.say(f"rank {event.rank} noticed: {' '.join(event.error.split())[:90]}", alarm=True)
+            self.progress.say(f"rank {event.rank} noticed: {first_words(event.error)}", alarm=True)
 
     def _safety(self) -> str:
         """Return what the coordinator knows to be safe, asked twice a second."""
@@ -223,8 +225,17 @@ class _Watch:
             self._asked_s = time.monotonic()
             desired = self.cluster.desired()
             if desired is not None:
-                self._safe = f", protected: step {desired.protected_step}, READY: step {desired.ready_step}"
+                self._safe = f", protected: {_step(desired.protected_step)}, READY: {_step(desired.ready_step)}"
         return self._safe
+
+
+def first_words(error: str) -> str:
+    """Return the beginning of an error, without the place in a library's source, so that it fits in a line."""
+    return re.sub(r"\[/\S+\] ?", "", " ".join(error.split()))[:_ERROR_CHARS]
+
+
+def _step(step: int) -> str:
+    return f"step {step}" if step else "nothing yet"
 
 
 def _ended(events: list[Event]) -> int:
