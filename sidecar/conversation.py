@@ -97,7 +97,8 @@ class Conversation:
         if frame.version != wire.VERSION:
             return _refusal(connection, f"frames of version {frame.version}; this sidecar speaks {wire.VERSION}")
         if frame.job != self.me.job:
-            return _refusal(connection, f"this is the sidecar of job {self.me.job}, not of job {frame.job}")
+            mixed_up = f"this is the sidecar of job {self.me.job}, not of job {frame.job}"
+            return _refusal(connection, f"{mixed_up}: name that job's own socket in CKPT_SOCKET")
         if not 0 <= frame.rank < frame.world or not frame.launch_id or len(frame.launch_id) > LAUNCH_ID_CHARS_MAX:
             return _refusal(connection, f"rank {frame.rank} of {frame.world}, launch {frame.launch_id!r:.80}")
         trainer = Trainer(connection=connection, rank=frame.rank, world=frame.world, launch_id=frame.launch_id)

@@ -265,7 +265,10 @@ def test_frames_before_hello_are_refused() -> None:
 def test_a_trainer_of_another_job_version_or_rank_is_refused_by_name() -> None:
     driver = Driver()
     for changes, text in (
-        ({"job": "other"}, "this is the sidecar of job job, not of job other"),
+        (
+            {"job": "other"},
+            "this is the sidecar of job job, not of job other: name that job's own socket in CKPT_SOCKET",
+        ),
         ({"version": 2}, "frames of version 2; this sidecar speaks 1"),
         ({"rank": 3}, "rank 3 of 1, launch 'aa'"),
     ):
