@@ -44,3 +44,13 @@ def test_a_check_is_recorded_whatever_comes_of_it(tmp_path: Path, monkeypatch: p
 
     assert done.status == 3
     assert [(one.name, one.source, one.status) for one in runner.recorded()] == [("quick", "5eed", 3)]
+
+
+def test_what_a_test_measures_comes_through_pytest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "test_it.py").write_text("def test_it(record_property):\n    record_property('kills', 20)\n")
+    monkeypatch.setattr(runner, "STATE", tmp_path)
+    command = (sys.executable, "-m", "pytest", "-q", str(tmp_path / "test_it.py"))
+
+    done = runner.run(runner.Check(name="measured", command=command), source="5eed")
+
+    assert (done.status, done.cases, done.facts) == (0, (1, 1), {"kills": "20"})
