@@ -10,7 +10,6 @@ every port be wrapped.
 from __future__ import annotations
 
 import functools
-import importlib
 import inspect
 import os
 import signal
@@ -126,9 +125,7 @@ def passed(log: Path) -> list[tuple[float, str]]:
 def main(arguments: list[str] | None = None) -> None:
     """Run ``ckpt sidecar …`` or ``ckpt coordinator …`` with kill points around its ports."""
     words = sys.argv[1:] if arguments is None else arguments
-    cli = importlib.import_module(f"toprope.{words[0]}.cli")
-    cli.run = functools.partial(cli.run, wrap=points_from_env().wrap)  # type: ignore[attr-defined]
-    sys.exit(ckpt(words))
+    sys.exit(ckpt(words, passed=points_from_env().wrap))
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from toprope.coordinator.adapters.mqtt import retained_url
 from toprope.coordinator.config import Config
 from toprope.coordinator.runtime import run
 from toprope.coordinator.serving import check_ready_file, read_token
-from toprope.coordinator.settings import parse_address
+from toprope.coordinator.settings import parse_address, unwrapped
 from toprope.coordinator.wire import Cadence
 from toprope.store.errors import UsageError
 from toprope.store.names import checked_id
@@ -42,6 +42,7 @@ TokenFile = Annotated[
 
 @app.command()
 def coordinator(  # noqa: PLR0913 - the options of a service
+    context: typer.Context,
     *,
     job: Job,
     store: Store,
@@ -82,7 +83,7 @@ def coordinator(  # noqa: PLR0913 - the options of a service
     )
     check_ready_file(ready_file)
     _log_to_stderr()
-    asyncio.run(run(config))
+    asyncio.run(run(config, wrap=context.obj or unwrapped))
 
 
 def _log_to_stderr() -> None:

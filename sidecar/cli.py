@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from toprope.coordinator.serving import check_ready_file, read_token
-from toprope.coordinator.settings import parse_address
+from toprope.coordinator.settings import parse_address, unwrapped
 from toprope.sidecar.config import SidecarConfig, default_node, parse_domain
 from toprope.sidecar.runtime import run
 
@@ -21,6 +21,7 @@ app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
 @app.command()
 def sidecar(  # noqa: PLR0913 - one parameter for each flag
+    context: typer.Context,
     *,
     job: Annotated[str, typer.Option(help="Name of the training job.")],
     memory_dir: Annotated[Path, typer.Option(help="Directory in a tmpfs for slots and peer copies.")],
@@ -66,4 +67,4 @@ def sidecar(  # noqa: PLR0913 - one parameter for each flag
     )
     check_ready_file(ready_file)
     os.umask(0o077)
-    asyncio.run(run(config))
+    asyncio.run(run(config, wrap=context.obj or unwrapped))

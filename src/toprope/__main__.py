@@ -47,8 +47,11 @@ GROUPS: dict[str, dict[str, Program]] = {
 PROGRAMS = {word: program for group in GROUPS.values() for word, program in group.items()}
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run ``ckpt`` with these arguments and return its exit status."""
+def main(arguments: Sequence[str] | None = None, *, passed: object = None) -> int:
+    """Run ``ckpt`` with these arguments and return its exit status.
+
+    A service takes what is ``passed`` to it as the ``wrap`` of its ports: a door for those who break things.
+    """
     word, *rest = [*(sys.argv[1:] if arguments is None else arguments)] or ["--help"]
     if word in {"--help", "-h", "help"}:
         print(help_text())  # noqa: T201 - this is the command line
@@ -60,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if program is None:
         return _fail(f"{word!r} is not a command; `ckpt --help` lists them", status=EXIT_USAGE)
     try:
-        return _run(word, program, rest)
+        return _run(word, program, rest, passed=passed)
     except KeyboardInterrupt:
         return _fail("interrupted", status=EXIT_INTERRUPTED)
     except BrokenPipeError:
@@ -78,17 +81,23 @@ def help_text() -> str:
     return "\n".join(lines)
 
 
-def _run(word: str, program: Program, rest: list[str]) -> int:
+def _run(word: str, program: Program, rest: list[str], *, passed: object) -> int:
     try:
         app = importlib.import_module(program.module).app
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] == "toprope":
             raise
         return _fail(f"`ckpt {word}` needs the package {error.name!r}: install toprope[service]", status=EXIT_USAGE)
-    return _invoke(app, word, rest)
+    return _invoke(app, word, rest, passed=passed)
 
 
-def _invoke(app: Any, word: str, rest: list[str]) -> int:  # noqa: ANN401 - typer must not be imported to name its type
+def _invoke(
+    app: Any,  # noqa: ANN401 - typer must not be imported to name its type
+    word: str,
+    rest: list[str],
+    *,
+    passed: object,
+) -> int:
     """Run a typer app, whose own errors become one line and status 64, and ours one line and their status."""
     typer = importlib.import_module("typer")
     errors = importlib.import_module("toprope.store.errors")
@@ -100,6 +109,7 @@ def _invoke(app: Any, word: str, rest: list[str]) -> int:  # noqa: ANN401 - type
             args=[word, *rest] if is_group else rest,
             prog_name="ckpt" if is_group else f"ckpt {word}",
             standalone_mode=False,
+            obj=passed,
         )
     except usage_error as error:
         return _fail(f"{_one_line(error.format_message())} (`ckpt {word} --help` says more)", status=EXIT_USAGE)
