@@ -155,6 +155,9 @@ def _alarms(core: Core, safety: Safety | None, *, broker: str, age_s: float) -> 
     behind = _behind(core, safety)
     if behind and not core.unmet:
         alarms.append(f"protection is {behind} steps behind the ranks, and {age_s:.0f} s old")
+    unready = _lag(core, core.journal.ready_step, interval=core.settings.cadence.object_every)
+    if unready:
+        alarms.append(f"READY is {unready} steps behind the ranks: is the object store full or away?")
     if broker == "away":
         alarms.append("the broker is away; documents go by HTTP")
     for node in core.roll.alive():
@@ -168,11 +171,17 @@ def _alarms(core: Core, safety: Safety | None, *, broker: str, age_s: float) -> 
 
 def _behind(core: Core, safety: Safety | None) -> int:
     """Return by how many steps protection lags, when that is more than two intervals; else 0."""
+    protected = safety.protected_step if safety is not None else 0
+    return _lag(core, protected, interval=core.settings.cadence.every)
+
+
+def _lag(core: Core, reached: int, *, interval: int) -> int:
+    """Return by how many steps something lags behind the ranks, when that is more than two intervals; else 0."""
     attempt = core.journal.state.attempt
-    if attempt is None or safety is None:
+    if attempt is None:
         return 0
     steps = [
         state.step for node in core.roll.alive() for state in node.inventory.ranks if state.attempt_uid == attempt.uid
     ]
-    behind = max(steps, default=0) - max(safety.protected_step, attempt.from_step)
-    return behind if behind > 2 * core.settings.cadence.every else 0
+    lag = max(steps, default=0) - max(reached, attempt.from_step)
+    return lag if lag > 2 * interval else 0
