@@ -12,10 +12,10 @@ from typing import Annotated, Any
 
 import msgspec
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from toprope.store.checkpoint import Damage, read_index, read_manifest
+from toprope.store.cli_shared import AsJson, JobOption, Root, StepOption, only_job, print_json, print_table, say, table
 from toprope.store.errors import NothingToVerifyError, UsageError
 from toprope.store.fold import JobState
 from toprope.store.manifest import Index, Manifest
@@ -38,18 +38,6 @@ from toprope.store.verify import CheckpointReport, plan, verify_checkpoint, veri
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
-Root = Annotated[
-    str,
-    typer.Argument(
-        metavar="ROOT", help="The store: a directory, file:///path or s3://bucket/prefix?...", show_default=False
-    ),
-]
-JobOption = Annotated[str | None, typer.Option("--job", help="The job; not needed where there is only one.")]
-StepOption = Annotated[int | None, typer.Option("--step", min=1, help="Only this step.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-
-_WIDE = 10_000  # columns where the output is not a terminal, so that nothing is cut or folded
-
 
 @app.callback()
 def _group() -> None:
@@ -62,19 +50,19 @@ def list_jobs(root: Root, job: JobOption = None, *, as_json: AsJson = False) -> 
     store = open_store(root)
     logs = [read_job(store, name).state for name in ([job] if job else job_names(store))]
     if as_json:
-        _print_json([_job_json(state) for state in logs])
+        print_json([_job_json(state) for state in logs])
         return
     if not logs:
-        _say(f"{root}: no jobs yet")
+        say(f"{root}: no jobs yet")
         return
-    table = _table("JOB", "STEP", "READY", "ATTEMPT", "RANKS", "SIZE", "NOTE")
+    rows = table("JOB", "STEP", "READY", "ATTEMPT", "RANKS", "SIZE", "NOTE")
     for state in logs:
         lines = checkpoint_lines(state)
         for line in lines:
-            table.add_row(state.job, *_checkpoint_cells(line))
+            rows.add_row(state.job, *_checkpoint_cells(line))
         if not lines:
-            table.add_row(state.job, "-", "-", str(state.attempt_number), "-", "-", "no READY checkpoint yet")
-    _print_table(table)
+            rows.add_row(state.job, "-", "-", str(state.attempt_number), "-", "-", "no READY checkpoint yet")
+    print_table(rows)
 
 
 @app.command()
@@ -91,19 +79,19 @@ def show(
     if (files or xxhsum) and step is not None:
         raise UsageError("--files and --xxhsum are of the whole job: leave out --step")
     store = open_store(root)
-    log = read_job(store, _only_job(store, root, job))
+    log = read_job(store, only_job(store, root, job))
     if xxhsum:
         for line in xxhsum_lines(named_objects(store, log)):
             print(line)
     elif files and as_json:
-        _print_json(list(named_objects(store, log)))
+        print_json(list(named_objects(store, log)))
     elif files:
         for named in named_objects(store, log):
             print(named.key)
     elif step is not None:
         _show_step(store, log.state, step, as_json=as_json)
     elif as_json:
-        _print_json(_job_json(log.state) | {"log": [entry.record for entry in log.entries]})
+        print_json(_job_json(log.state) | {"log": [entry.record for entry in log.entries]})
     else:
         _show_job(log)
 
@@ -138,9 +126,9 @@ def verify(root: Root, job: JobOption = None, step: StepOption = None, *, as_jso
             if not as_json:
                 _print_report(reports[-1])
     if as_json:
-        _print_json({"ok": not damages, "checkpoints": reports, "damages": damages})
+        print_json({"ok": not damages, "checkpoints": reports, "damages": damages})
     else:
-        _say(_verdict(reports, damages))
+        say(_verdict(reports, damages))
     return 2 if damages else 0
 
 
@@ -159,29 +147,18 @@ def restore(
     Without --step it is the newest READY checkpoint that verifies; what is passed over, and why, is said.
     """
     store = open_store(root)
-    state = read_job(store, _only_job(store, root, job)).state
+    state = read_job(store, only_job(store, root, job)).state
     done = restore_checkpoint(store, state, to=to, step=step, force=force)
     for passed in done.passed_over:
-        _say(f"passed over step {passed.step} (READY {passed.seq}):")
+        say(f"passed over step {passed.step} (READY {passed.seq}):")
         _print_damages(passed.damages, to_stderr=True)
     if as_json:
-        _print_json(_restored_json(done))
+        print_json(_restored_json(done))
     else:
         what = f"step {done.step} of job {done.job} (READY {done.seq}, {size_text(done.bytes)})"
         print(f"restored {what} into {done.directory}")
         for name in done.files:
             print(f"  {name}")
-
-
-def _only_job(store: ObjectStore, root: str, job: str | None) -> str:
-    if job is not None:
-        return job
-    names = job_names(store)
-    if len(names) == 1:
-        return names[0]
-    if not names:
-        raise NothingToVerifyError(f"{root}: no jobs")
-    raise UsageError(f"{root} holds {len(names)} jobs: give --job, one of {', '.join(names)}")
 
 
 def _planned(state: JobState, step: int | None, *, alone: bool) -> tuple[int, ...]:
@@ -198,16 +175,16 @@ def _show_job(log: JobLog) -> None:
     state = log.state
     print(f"job {state.job}  uid {state.job_uid}  term {state.term}  attempt {state.attempt_number}")
     print()
-    records = _table("RECORD", "TERM", "KIND", "WHAT")
+    records = table("RECORD", "TERM", "KIND", "WHAT")
     for line in record_lines(log.entries):
         records.add_row(str(line.number), str(line.term), line.kind, line.what)
-    _print_table(records)
+    print_table(records)
     print()
-    checkpoints = _table("STEP", "READY", "ATTEMPT", "RANKS", "SIZE", "NOTE")
+    checkpoints = table("STEP", "READY", "ATTEMPT", "RANKS", "SIZE", "NOTE")
     for checkpoint in checkpoint_lines(state):
         checkpoints.add_row(*_checkpoint_cells(checkpoint))
     if state.readies:
-        _print_table(checkpoints)
+        print_table(checkpoints)
     else:
         print("no READY checkpoint yet")
 
@@ -217,34 +194,32 @@ def _show_step(store: ObjectStore, state: JobState, step: int, *, as_json: bool)
     manifest, _ = read_manifest(store, state, seq)
     indexes = [read_index(store, manifest, shard) for shard in manifest.shards]
     if as_json:
-        _print_json({"ready": seq, "manifest": manifest, "indexes": indexes})
+        print_json({"ready": seq, "manifest": manifest, "indexes": indexes})
         return
     print(f"job {state.job}  step {step}  READY {seq}  attempt {manifest.attempt}  uid {manifest.attempt_uid}")
     print()
-    _print_table(_shard_table(manifest, indexes))
+    print_table(_shard_table(manifest, indexes))
     print()
-    _print_table(_tensor_table(indexes))
+    print_table(_tensor_table(indexes))
 
 
 def _shard_table(manifest: Manifest, indexes: list[Index]) -> Table:
-    table = _table("RANK", "SIZE", "TENSORS", "XXH3-128", "FILE")
+    rows = table("RANK", "SIZE", "TENSORS", "XXH3-128", "FILE")
     for shard, index in zip(manifest.shards, indexes, strict=True):
-        table.add_row(
-            str(shard.rank), size_text(shard.bytes), str(len(index.tensors)), shard.digest, index.files[0].key
-        )
-    return table
+        rows.add_row(str(shard.rank), size_text(shard.bytes), str(len(index.tensors)), shard.digest, index.files[0].key)
+    return rows
 
 
 def _tensor_table(indexes: list[Index]) -> Table:
-    table = _table("RANK", "TENSOR", "DTYPE", "SHAPE", "BYTES", "XXH3-128")
+    rows = table("RANK", "TENSOR", "DTYPE", "SHAPE", "BYTES", "XXH3-128")
     for index in indexes:
         for tensor in index.tensors:
             shape = "x".join(str(extent) for extent in tensor.shape) or "scalar"
             if tensor.global_shape != tensor.shape:
                 shape += " of " + "x".join(str(extent) for extent in tensor.global_shape)
             place = f"{tensor.begin}-{tensor.end}"
-            table.add_row(str(index.rank), tensor.name, tensor.dtype, shape, place, tensor.digest)
-    return table
+            rows.add_row(str(index.rank), tensor.name, tensor.dtype, shape, place, tensor.digest)
+    return rows
 
 
 def _checkpoint_cells(line: CheckpointLine) -> tuple[str, ...]:
@@ -296,31 +271,3 @@ def _job_json(state: JobState) -> dict[str, Any]:
 def _restored_json(done: Restored) -> dict[str, Any]:
     builtins: dict[str, Any] = msgspec.to_builtins(done, enc_hook=str)
     return builtins
-
-
-def _table(*columns: str) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    numbers = {"STEP", "READY", "ATTEMPT", "RANKS", "SIZE", "RECORD", "TERM", "RANK", "TENSORS"}
-    for column in columns:
-        table.add_column(column, justify="right" if column in numbers else "left", overflow="fold")
-    return table
-
-
-def _print_table(table: Table) -> None:
-    console = Console(highlight=False, markup=False, emoji=False)
-    if console.is_terminal:
-        console.print(table)
-        return
-    console.width = _WIDE
-    with console.capture() as captured:
-        console.print(table)
-    print("\n".join(line.rstrip() for line in captured.get().splitlines()))
-
-
-def _print_json(value: object) -> None:
-    plain = msgspec.to_builtins(value, enc_hook=str)
-    print(msgspec.json.format(msgspec.json.encode(plain), indent=2).decode())
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr)

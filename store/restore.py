@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import secrets
-import shutil
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
 from toprope.store.checkpoint import Damage, damage_of, read_index, read_manifest, scan_shard
 from toprope.store.errors import (
-    CkptError,
     CorruptObjectError,
     MissingObjectError,
     NothingToVerifyError,
     StoreError,
-    UsageError,
 )
 from toprope.store.fold import JobState
 from toprope.store.manifest import Manifest
+from toprope.store.new_directory import check_target, new_directory, put_in_place, synced_file
 from toprope.store.objects.protocol import ObjectStore
 
 MANIFEST_NAME = "manifest.json"
@@ -79,13 +73,13 @@ def restore(store: ObjectStore, state: JobState, *, to: Path, step: int | None =
         CkptError: ``to`` can't be written.
     """
     seqs = plan(state, step=step)
-    _check_target(to, force=force)
+    check_target(to, force=force, is_ours=_is_ours)
     passed_over: list[PassedOver] = []
     for seq in seqs:
-        with _new_directory(to, needed_bytes=state.readies[seq].bytes) as directory:
+        with new_directory(to, needed_bytes=state.readies[seq].bytes) as directory:
             damages = _write_checkpoint(store, state, seq, directory)
             if not damages:
-                _put_in_place(directory, to)
+                put_in_place(directory, to)
                 return _restored(state, seq, to, tuple(passed_over))
         passed_over.append(PassedOver(seq=seq, step=state.readies[seq].step, damages=damages))
     found = "".join(f"\n  {damage}" for one in passed_over for damage in one.damages)
@@ -116,7 +110,7 @@ def _write_checkpoint(store: ObjectStore, state: JobState, seq: int, directory: 
         damages = _write_shard(store, state, seq, manifest, directory=directory, rank=rank)
         if damages:
             return damages
-    with _synced_file(directory / MANIFEST_NAME) as file:
+    with synced_file(directory / MANIFEST_NAME) as file:
         file.write(body)
     return ()
 
@@ -128,7 +122,7 @@ def _write_shard(
         index = read_index(store, manifest, manifest.shards[rank])
     except (CorruptObjectError, MissingObjectError) as error:
         return (damage_of(error, state, seq=seq, rank=rank),)
-    with _synced_file(directory / f"rank-{rank:05d}-of-{manifest.world:05d}.safetensors") as file:
+    with synced_file(directory / f"rank-{rank:05d}-of-{manifest.world:05d}.safetensors") as file:
         return tuple(scan_shard(store, index, job=state.job, take=lambda chunk: _write_all(file, chunk)))
 
 
@@ -136,61 +130,5 @@ def _write_all(file: BinaryIO, chunk: bytes) -> None:
     file.write(chunk)
 
 
-@contextlib.contextmanager
-def _synced_file(path: Path) -> Iterator[BinaryIO]:
-    with path.open("xb") as file:
-        yield file
-        file.flush()
-        os.fsync(file.fileno())
-
-
-@contextlib.contextmanager
-def _new_directory(to: Path, *, needed_bytes: int) -> Iterator[Path]:
-    """Make a temporary directory beside ``to``, gone at the end unless it was put in place."""
-    directory = to.parent / f".{to.name}.tmp-{secrets.token_hex(8)}"
-    try:
-        free_bytes = shutil.disk_usage(to.parent).free
-        if free_bytes < needed_bytes:
-            raise CkptError(f"{to.parent}: needs {needed_bytes} bytes, but {free_bytes} are free; nothing was written")
-        directory.mkdir()
-        yield directory
-    except OSError as error:
-        raise CkptError(f"{to}: can't be written: {os.strerror(error.errno or 0)}; nothing was restored") from error
-    finally:
-        shutil.rmtree(directory, ignore_errors=True)
-
-
-def _check_target(to: Path, *, force: bool) -> None:
-    if not to.parent.is_dir():
-        raise UsageError(f"{to.parent}: no such directory; make it, or give --to another one")
-    if not to.exists() and not to.is_symlink():
-        return
-    if to.is_symlink() or not to.is_dir():
-        raise UsageError(f"{to}: is not a directory; give --to a new one")
-    present = [path.name for path in to.iterdir()]
-    if present and not force:
-        raise UsageError(f"{to}: is there and not empty; give --to a new directory, or --force to replace this one")
-    strange = [name for name in present if not (name == MANIFEST_NAME or name.endswith(".safetensors"))]
-    if strange:
-        raise UsageError(f"{to}: holds {strange[0]!r}, which no restore wrote; give --to a new directory")
-
-
-def _put_in_place(directory: Path, to: Path) -> None:
-    """Give the finished directory its name. What a forced restore replaces goes only once the new one is there."""
-    _sync_directory(directory)
-    aside = to.parent / f".{to.name}.old-{secrets.token_hex(8)}"
-    replaces = to.is_dir() and any(to.iterdir())
-    if replaces:
-        to.rename(aside)
-    directory.rename(to)
-    _sync_directory(to.parent)
-    if replaces:
-        shutil.rmtree(aside)
-
-
-def _sync_directory(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def _is_ours(name: str) -> bool:
+    return name == MANIFEST_NAME or name.endswith(".safetensors")

@@ -31,7 +31,7 @@ MAX_EXTENT = 2**63
 _LENGTH = struct.Struct("<Q")
 _DECIMAL = re.compile(r"0|[1-9][0-9]{0,17}")
 _CACHED_BYTES = 1024 * 1024  # both hashers read a chunk while it is in the processor's cache
-_ITEM_BYTES = {
+ITEM_BYTES = {
     "BOOL": 1,
     "U8": 1,
     "I8": 1,
@@ -157,7 +157,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _place(tensor: str, entry: _Entry, *, begins_at: int, name: str) -> Place:
-    item_bytes = _ITEM_BYTES.get(entry.dtype)
+    item_bytes = ITEM_BYTES.get(entry.dtype)
     if item_bytes is None:
         raise _not_an_image(
             name, f"tensor {tensor[:80]!r} has dtype {entry.dtype[:20]!r}, which format 1 does not know"

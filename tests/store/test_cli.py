@@ -200,7 +200,7 @@ def test_a_store_that_cannot_be_reached_is_4(tmp_path: Path, capsys: pytest.Capt
         (["restore", "ROOT", "--job", "GPT", "--to", "OUT"], "job 'GPT' is not usable"),
         (["restore", "ROOT", "--job", "gpt"], "Missing option '--to'"),
         (["restore", "ROOT", "--job", "gpt", "--to", "OUT/a/b"], "no such directory"),
-        (["restore", "ROOT", "--job", "gpt", "--to", "ROOT", "--force"], "which no restore wrote"),
+        (["restore", "ROOT", "--job", "gpt", "--to", "ROOT", "--force"], "which this command did not write"),
         (["verify", "ROOT", "--step", "none"], "Invalid value for '--step'"),
         (["verify", "ROOT", "--step", "0"], "Invalid value for '--step'"),
         (["show", "ROOT", "--job", "gpt", "--files", "--step", "10"], "leave out --step"),

@@ -56,18 +56,23 @@ def safetensors_image(tensors: dict[str, tuple[str, list[int], bytes]], metadata
 
 @dataclass
 class JobBuilder:
-    """Puts a job into a store: ``begin``, then ``open_attempt`` and ``checkpoint`` as often as wanted."""
+    """Puts a job into a store: ``begin``, then ``open_attempt`` and ``checkpoint`` as often as wanted.
+
+    ``image`` makes the shard of a rank, given what ``shard_image`` is given.
+    """
 
     store: ObjectStore
     name: str = "job"
     world: int = 2
+    image: Callable[..., bytes] = shard_image
+    spec: bytes = b'{"model":{"weight":["F32",[2,3]]}}'
     log: LogWriter = field(init=False)
 
     def __post_init__(self) -> None:
         self.log = LogWriter(self.store, self.name)
 
     def begin(self) -> JobBuilder:
-        spec = self._put_facts(b'{"model":{"weight":["F32",[2,3]]}}')
+        spec = self._put_facts(self.spec)
         self.log.add(job(self.name), Elected(), job(self.name, spec=spec))
         return self.open_attempt()
 
@@ -123,7 +128,7 @@ class JobBuilder:
     def put_shard(self, *, step: int, rank: int, change: Callable[[Index], Index] = lambda index: index) -> Shard:
         """Write the shard image and the index of a rank, and return its line in the manifest."""
         number = self.log.state.attempt_number
-        image = shard_image(step=step, rank=rank, world=self.world, number=number, job_uid=self.log.state.job_uid)
+        image = self.image(step=step, rank=rank, world=self.world, number=number, job_uid=self.log.state.job_uid)
         key = shard_key(
             self.name, attempt=number, step=step, rank=rank, world=self.world, nonce=f"{self.log.state.n:08x}"
         )

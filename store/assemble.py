@@ -1,0 +1,133 @@
+"""The bytes of whole tensors, read from the shards that hold their parts, each part checked against its digest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from toprope.store.checkpoint import Damage, damage_of, read_index, read_manifest, scan_shard
+from toprope.store.digest import Hasher
+from toprope.store.errors import CorruptObjectError, MissingObjectError
+from toprope.store.fold import JobState
+from toprope.store.manifest import Index, Manifest
+from toprope.store.names import Key
+from toprope.store.objects.protocol import ObjectStore
+from toprope.store.shard import ITEM_BYTES, LENGTH_BYTES, MAX_HEADER_BYTES, parse_header
+from toprope.store.whole import Band, Part, Whole, bands, common, runs
+
+BAND_BYTES = 32 * 1024 * 1024
+"""How much of a tensor is in memory at a time."""
+
+
+def read_indexes(store: ObjectStore, state: JobState, seq: int) -> tuple[Manifest, tuple[Index, ...]]:
+    """Return the manifest and the indexes of READY ``seq``.
+
+    Raises:
+        CorruptObjectError: one is damaged or missing; the message says whose.
+    """
+    rank: int | None = None
+    try:
+        manifest, _ = read_manifest(store, state, seq)
+        indexes = []
+        for shard in manifest.shards:
+            rank = shard.rank
+            indexes.append(read_index(store, manifest, shard))
+    except (CorruptObjectError, MissingObjectError) as error:
+        raise CorruptObjectError(str(damage_of(error, state, seq=seq, rank=rank))) from error
+    return manifest, tuple(indexes)
+
+
+def tensor_bytes(store: ObjectStore, whole: Whole, *, job: str, limit: int = BAND_BYTES) -> Iterator[bytes | bytearray]:
+    """Yield the bytes of a tensor that its parts tile, in order, some at a time.
+
+    Only when all have been taken without an error are they known to be those that were written.
+
+    Raises:
+        CorruptObjectError: a part is damaged or missing; the message names job, step, rank, tensor, file and place.
+        UnavailableError: the store did not answer.
+    """
+    parts = [_Reading(store, part, job) for part in whole.parts]
+    item_bytes = ITEM_BYTES[whole.dtype]
+    for band in bands(whole.shape, item_bytes=item_bytes, limit=limit):
+        yield _band(parts, band, item_bytes)
+    for part in parts:
+        part.finish()
+
+
+def _band(parts: list[_Reading], band: Band, item_bytes: int) -> bytes | bytearray:
+    blocks = [(part, block) for part in parts if (block := common(part.part.box, band.box)) is not None]
+    if len(blocks) == 1 or not band.box:
+        return blocks[0][0].read(band.end - band.begin)
+    filled = bytearray(band.end - band.begin)
+    for part, block in blocks:
+        elements = [(begin * item_bytes, count * item_bytes) for begin, count in runs(block, band.box)]
+        body = memoryview(part.read(sum(count for _, count in elements)))
+        at = 0
+        for begin, count in elements:
+            filled[begin : begin + count] = body[at : at + count]
+            at += count
+    return filled
+
+
+@dataclass(slots=True)
+class _Reading:
+    """A part that is read from its first byte to its last, whatever order its bytes have in the whole."""
+
+    store: ObjectStore
+    part: Part
+    job: str
+    at: int = 0
+    hasher: Hasher = field(default_factory=Hasher)
+
+    def read(self, count: int) -> bytes:
+        """Return its next bytes."""
+        try:
+            body = self.store.read(self._key, start=self.part.tensor.begin + self.at, length=count)
+        except (CorruptObjectError, MissingObjectError) as error:
+            raise self._damaged(str(error).removeprefix(f"{self._key}: ")) from error
+        self.at += count
+        self.hasher.update(body)
+        return body
+
+    def finish(self) -> None:
+        """Check that what was read is what was written."""
+        found = self.hasher.hexdigest()
+        if found != self.part.tensor.digest:
+            raise self._damaged(f"digest {found}, expected {self.part.tensor.digest}")
+
+    @property
+    def _key(self) -> Key:
+        return Key(self.part.index.files[0].key)
+
+    def _damaged(self, what: str) -> CorruptObjectError:
+        tensor, index = self.part.tensor, self.part.index
+        damage = Damage(
+            job=self.job,
+            key=self._key,
+            what=what,
+            step=index.step,
+            attempt=index.attempt,
+            rank=index.rank,
+            tensor=tensor.name,
+            begin=tensor.begin,
+            end=tensor.end,
+        )
+        return CorruptObjectError(str(damage))
+
+
+def shard_metadata(store: ObjectStore, index: Index, *, job: str) -> dict[str, str]:
+    """Return the metadata of a rank's file. All of the file is read, since its digest alone vouches for them.
+
+    Raises:
+        CorruptObjectError: the file is damaged; the message names what of it.
+    """
+    head = bytearray()
+    room = LENGTH_BYTES + MAX_HEADER_BYTES
+
+    def take(chunk: bytes) -> None:
+        head.extend(chunk[: room - len(head)])
+
+    for damage in scan_shard(store, index, job=job, take=take):
+        raise CorruptObjectError(str(damage))
+    file = index.files[0]
+    return parse_header(bytes(head), size=file.bytes, name=file.key).metadata

@@ -1,0 +1,85 @@
+"""What the words of ``ckpt`` that look at a store share: their options, and how they print.
+
+Data goes to stdout, all else to stderr.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import msgspec
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from toprope.store.errors import NothingToVerifyError, UsageError
+from toprope.store.objects.protocol import ObjectStore
+from toprope.store.show import job_names
+
+Root = Annotated[
+    str,
+    typer.Argument(
+        metavar="ROOT", help="The store: a directory, file:///path or s3://bucket/prefix?...", show_default=False
+    ),
+]
+JobOption = Annotated[str | None, typer.Option("--job", help="The job; not needed where there is only one.")]
+StepOption = Annotated[int | None, typer.Option("--step", min=1, help="Only this step.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+_WIDE = 10_000  # columns where the output is not a terminal, so that nothing is cut or folded
+
+
+def only_job(store: ObjectStore, root: str, job: str | None) -> str:
+    """Return the job that is meant: the one that was named, or the only one that there is.
+
+    Raises:
+        NothingToVerifyError: there are none.
+        UsageError: there are several, and none was named.
+    """
+    if job is not None:
+        return job
+    names = job_names(store)
+    if len(names) == 1:
+        return names[0]
+    if not names:
+        raise NothingToVerifyError(f"{root}: no jobs")
+    raise UsageError(f"{root} holds {len(names)} jobs: give --job, one of {', '.join(names)}")
+
+
+def table(*columns: str) -> Table:
+    """Return an empty table with these columns; those of numbers stand to the right."""
+    made = Table(box=None, pad_edge=False, header_style="bold")
+    numbers = {"STEP", "READY", "ATTEMPT", "RANKS", "SIZE", "RECORD", "TERM", "RANK", "TENSORS"}
+    for column in columns:
+        made.add_column(column, justify="right" if column in numbers else "left", overflow="fold")
+    return made
+
+
+def print_table(filled: Table) -> None:
+    """Print a table, as wide as the terminal; elsewhere nothing is cut or folded."""
+    console = Console(highlight=False, markup=False, emoji=False)
+    if console.is_terminal:
+        console.print(filled)
+        return
+    console.width = _WIDE
+    with console.capture() as captured:
+        console.print(filled)
+    for line in captured.get().splitlines():
+        put(line.rstrip())
+
+
+def print_json(value: object) -> None:
+    """Print a value as JSON."""
+    plain = msgspec.to_builtins(value, enc_hook=str)
+    put(msgspec.json.format(msgspec.json.encode(plain), indent=2).decode())
+
+
+def put(line: str) -> None:
+    """Print a line of data."""
+    sys.stdout.write(f"{line}\n")
+
+
+def say(line: str) -> None:
+    """Tell the user something that is not data."""
+    sys.stderr.write(f"{line}\n")
