@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import assert_never
 
-from toprope.coordinator.wire import Desired, Inventory, ReadBack
+from toprope.coordinator.wire import AttemptView, Desired, Inventory, ReadBack
 from toprope.sidecar import effects as do
 from toprope.sidecar import events as on
 from toprope.sidecar.conversation import Conversation, Trainer
@@ -172,7 +172,7 @@ class Core:
             case on.ShardStaged():
                 self.restore.on_staged(event)
             case on.StageFailed():
-                self.restore.on_failed(event)
+                self.restore.on_failed(event, now_s=self.now_s)
                 text = f"shard of rank {event.rank} can't be had: {event.reason}"
                 return [do.Shout(what="stage-failed", text=text)]
             case on.CopyDoubted():
@@ -360,16 +360,9 @@ class Core:
             live = attempt.phase in {"opened", "staged", "applied"}
             needed = any(t.joined and "STAGED" not in t.told for t in self.conversation.in_order())
             if live and needed and attempt.uid != self.restore.attempt_uid:
-                ways = {
-                    shard.rank: ways_to(
-                        shard,
-                        me=self.me.node,
-                        here=self._here(attempt.source_attempt_uid, attempt.from_step, shard.rank),
-                        url_of_me=self.me.url,
-                    )
-                    for shard in attempt.restore
-                }
-                effects += self.restore.begin(attempt, ways)
+                effects += self.restore.begin(attempt, self._ways(attempt), now_s=self.now_s)
+            elif live and self.restore.retry_at_s and attempt.uid == self.restore.attempt_uid:
+                effects += self.restore.again(attempt, self._ways(attempt), now_s=self.now_s)
         for trainer in self.conversation.in_order():
             effects += self.restore.tell(trainer, desired)
         keep = attempt.uid if attempt is not None and attempt.phase in {"opened", "staged"} else ""
@@ -377,6 +370,17 @@ class Core:
             self.stage_kept = keep
             effects.append(do.DropStage(keep=keep))
         return effects
+
+    def _ways(self, attempt: AttemptView) -> dict[int, tuple[Way, ...]]:
+        return {
+            shard.rank: ways_to(
+                shard,
+                me=self.me.node,
+                here=self._here(attempt.source_attempt_uid, attempt.from_step, shard.rank),
+                url_of_me=self.me.url,
+            )
+            for shard in attempt.restore
+        }
 
     def _here(self, attempt_uid: str, step: int, rank: int) -> list[tuple[Way, str]]:
         """Return this node's own copies of a shard, nearest first, each with its digest."""

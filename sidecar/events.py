@@ -199,11 +199,15 @@ class ShardStaged:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageFailed:
-    """A shard of the attempt's source can't be had; ``reason`` lists what was tried."""
+    """A shard of the attempt's source can't be had; ``reason`` lists what was tried.
+
+    ``again``: somebody did not answer who may have it, and may answer yet. That says nothing against the source.
+    """
 
     attempt_uid: str
     rank: int
     reason: str
+    again: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -327,7 +327,11 @@ class Sidecar:
         try:
             shard = await self._in_bulk(self._stager.stage, effect)
         except (StagingError, OSError) as error:
-            self.post(on.StageFailed(attempt_uid=effect.attempt_uid, rank=effect.shard.rank, reason=str(error)))
+            again = isinstance(error, StagingError) and error.again
+            failed = on.StageFailed(
+                attempt_uid=effect.attempt_uid, rank=effect.shard.rank, reason=str(error), again=again
+            )
+            self.post(failed)
             return
         self.post(on.ShardStaged(attempt_uid=effect.attempt_uid, shard=shard))
 

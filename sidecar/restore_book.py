@@ -11,6 +11,10 @@ from toprope.sidecar.events import ShardStaged, StageFailed
 from toprope.sidecar.values import Way
 from toprope.trainer_hooks import wire
 
+RETRY_S = 1.0
+PATIENCE_S = 240.0
+"""How long a shard is tried again for want of an answer: within the coordinator's deadline, to say what was tried."""
+
 
 @dataclass(slots=True)
 class RestoreBook:
@@ -19,31 +23,38 @@ class RestoreBook:
     attempt_uid: str = ""
     staged: dict[int, wire.StagedShard] = field(default_factory=dict)
     failed: dict[int, str] = field(default_factory=dict)
+    retry_at_s: dict[int, float] = field(default_factory=dict)
+    began_s: float = 0.0
 
-    def begin(self, attempt: AttemptView, ways: dict[int, tuple[Way, ...]]) -> list[Effect]:
+    def begin(self, attempt: AttemptView, ways: dict[int, tuple[Way, ...]], *, now_s: float) -> list[Effect]:
         """Stage each shard of the attempt's source once for all ranks of this node; begun already, do nothing."""
         if self.attempt_uid == attempt.uid:
             return []
-        self.attempt_uid, self.staged, self.failed = attempt.uid, {}, {}
-        return [
-            Stage(
-                attempt_uid=attempt.uid,
-                source_attempt_uid=attempt.source_attempt_uid,
-                step=attempt.from_step,
-                shard=shard,
-                ways=ways[shard.rank],
-            )
-            for shard in attempt.restore
-        ]
+        self.attempt_uid, self.staged, self.failed, self.retry_at_s = attempt.uid, {}, {}, {}
+        self.began_s = now_s
+        return [_stage(attempt, shard, ways) for shard in attempt.restore]
+
+    def again(self, attempt: AttemptView, ways: dict[int, tuple[Way, ...]], *, now_s: float) -> list[Effect]:
+        """Try those shards again that could not be had for want of an answer, by the ways that there are by now.
+
+        A peer or a store that is away for a moment must not cost a good source.
+        """
+        due = {rank for rank, at_s in self.retry_at_s.items() if at_s <= now_s}
+        self.retry_at_s = {rank: at_s for rank, at_s in self.retry_at_s.items() if rank not in due}
+        return [_stage(attempt, shard, ways) for shard in attempt.restore if shard.rank in due]
 
     def on_staged(self, event: ShardStaged) -> None:
         """Take in a verified shard."""
         if event.attempt_uid == self.attempt_uid:
             self.staged[event.shard.rank] = event.shard
 
-    def on_failed(self, event: StageFailed) -> None:
-        """Take in that a shard can't be had."""
-        if event.attempt_uid == self.attempt_uid:
+    def on_failed(self, event: StageFailed, *, now_s: float) -> None:
+        """Take in that a shard can't be had, or not just now."""
+        if event.attempt_uid != self.attempt_uid:
+            return
+        if event.again and now_s - self.began_s < PATIENCE_S:
+            self.retry_at_s[event.rank] = now_s + RETRY_S
+        else:
             self.failed[event.rank] = event.reason
 
     def complete(self, attempt: AttemptView) -> bool:
@@ -84,6 +95,16 @@ class RestoreBook:
         if "staged" in trainer.told and attempt.phase == "applied":
             frames += _once(trainer, "applied", _go(trainer, ok=True))
         return frames
+
+
+def _stage(attempt: AttemptView, shard: RestoreShard, ways: dict[int, tuple[Way, ...]]) -> Stage:
+    return Stage(
+        attempt_uid=attempt.uid,
+        source_attempt_uid=attempt.source_attempt_uid,
+        step=attempt.from_step,
+        shard=shard,
+        ways=ways[shard.rank],
+    )
 
 
 def ways_to(shard: RestoreShard, *, me: str, here: list[tuple[Way, str]], url_of_me: str) -> tuple[Way, ...]:

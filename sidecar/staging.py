@@ -12,18 +12,29 @@ from toprope.sidecar.memory import Memory, NoRoomError
 from toprope.sidecar.ports import PeerError, PeersPort
 from toprope.sidecar.values import Way
 from toprope.store.digest import CHUNK_BYTES, digest, digest_of_file
-from toprope.store.errors import CkptError
+from toprope.store.errors import CkptError, UnavailableError
 from toprope.store.names import Key
 from toprope.store.objects.protocol import ObjectStore
 from toprope.trainer_hooks.wire import StagedShard
 
 
 class StagingError(Exception):
-    """No way leads to the shard; the message lists each and what was wrong with it."""
+    """No way leads to the shard; the message lists each and what was wrong with it.
+
+    ``again``: one led nowhere only for want of an answer, and may lead there yet.
+    """
+
+    def __init__(self, text: str, *, again: bool) -> None:
+        super().__init__(text)
+        self.again = again
 
 
 class _WayError(Exception):
-    """This way does not lead to the shard."""
+    """This way does not lead to the shard; ``again``: not just now."""
+
+    def __init__(self, text: str, *, again: bool = False) -> None:
+        super().__init__(text)
+        self.again = again
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,12 +53,14 @@ class Stager:
             StagingError: it can't be had.
         """
         tried: list[str] = []
+        again = False
         for way in request.ways:
             name = f"{way.tier} of {way.node}" if way.node else f"{way.tier} {way.key}"
             try:
                 path = self._take(request, way)
             except _WayError as error:
                 tried.append(f"{name}: {error}")
+                again |= error.again
             else:
                 return StagedShard(
                     rank=request.shard.rank,
@@ -57,7 +70,7 @@ class Stager:
                     tier=way.tier,
                     node=way.node,
                 )
-        raise StagingError("; ".join(tried) or "nobody has it")
+        raise StagingError("; ".join(tried) or "nobody has it", again=again)
 
     def _take(self, request: Stage, way: Way) -> Path:
         if way.kind == "here":
@@ -91,7 +104,7 @@ class Stager:
         try:
             self.peers.receive(f"{way.url}/v1/copies/{place}?tier={way.tier}", view)
         except PeerError as error:
-            raise _WayError(str(error)) from error
+            raise _WayError(str(error), again=True) from error
 
     def _from_store(self, way: Way, view: memoryview) -> None:
         try:
@@ -99,7 +112,7 @@ class Stager:
                 length = min(CHUNK_BYTES, len(view) - start)
                 view[start : start + length] = self.objects.read(Key(way.key), start=start, length=length)
         except CkptError as error:
-            raise _WayError(str(error)) from error
+            raise _WayError(str(error), again=isinstance(error, UnavailableError)) from error
 
 
 def _check(found: str, shard: RestoreShard) -> None:

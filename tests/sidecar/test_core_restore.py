@@ -7,6 +7,7 @@ from tests.support.core_driver import UID, Driver, shard
 from toprope.coordinator.wire import OpenAnswer, RestoreShard, Source
 from toprope.sidecar import effects as do
 from toprope.sidecar import events as on
+from toprope.sidecar.restore_book import PATIENCE_S
 from toprope.sidecar.values import Way
 from toprope.trainer_hooks import wire
 
@@ -115,6 +116,23 @@ def test_a_shard_that_cannot_be_had_is_the_verdict_of_the_rank() -> None:
     verdict = driver.inventory.ranks[0].verdict
     assert verdict is not None
     assert (verdict.attempt_uid, verdict.ok, verdict.reason) == (NEW, False, "rank 0: peer of b: gone")
+
+
+def test_a_shard_whose_holder_does_not_answer_is_tried_again_and_costs_no_verdict() -> None:
+    driver = opened()
+    driver.on(on.StageFailed(attempt_uid=NEW, rank=0, reason="peer of b: no answer", again=True))
+    assert [state.verdict for state in driver.inventory.ranks] == [None]
+    driver.tick(0.5)
+    assert driver.all(do.Stage) == []
+    driver.tick(0.5)
+    assert [stage.shard for stage in driver.all(do.Stage)] == [WANTED]
+    driver.tick(5.0)
+    assert driver.all(do.Stage) == [], "it is being tried"
+    driver.tick(PATIENCE_S)
+    driver.on(on.StageFailed(attempt_uid=NEW, rank=0, reason="peer of b: no answer", again=True))
+    verdict = driver.inventory.ranks[0].verdict
+    assert verdict is not None
+    assert verdict.reason == "rank 0: peer of b: no answer"
 
 
 def test_a_failed_attempt_sends_every_trainer_back() -> None:
