@@ -119,13 +119,14 @@ def told_by(report: Path) -> tuple[tuple[int, int], dict[str, str]]:
     return (len(cases) - len(bad), len(cases)), facts
 
 
-def page(results: Sequence[Result], *, source: str, total: int) -> str:
-    """Return the page of results."""
+def page(results: Sequence[Result], *, source: str, missing: Sequence[str] = ()) -> str:
+    """Return the page of results; ``missing`` names the checks that have not been run on this source."""
     passed = sum(result.status == 0 for result in results)
     rows = "\n".join(
         f"| `{result.name}` | {_outcome(result)} | {_cases(result)} | {result.seconds} | {result.commit} |"
         for result in results
     )
+    rows += "".join(f"\n| `{name}` | not run | | | |" for name in missing)
     facts = "\n".join(
         f"\n`{result.name}`\n\n" + "\n".join(f"- {name}: {value}" for name, value in result.facts.items())
         for result in results
@@ -133,7 +134,7 @@ def page(results: Sequence[Result], *, source: str, total: int) -> str:
     )
     return (
         "# Long tests\n\n"
-        f"Written by `make test-long`: {passed} of {total} passed. Source `{source}`, Python "
+        f"Written by `make test-long`: {passed} of {len(results) + len(missing)} passed. Source `{source}`, Python "
         f"{platform.python_version()}, {platform.machine()}, {os.cpu_count()} CPUs that others use too.\n\n"
         f"| check | outcome | cases passed | seconds | commit |\n| --- | --- | --- | --- | --- |\n{rows}\n"
         f"\n## What was measured\n{facts}\n"
@@ -156,7 +157,8 @@ def main() -> int:
         if options.word in check.name and not done:
             results[check.name] = run(check, source=source)
         ordered = [results[one.name] for one in wanted if one.name in results]
-        PAGE.write_text(page(ordered, source=source, total=len(wanted)))
+        missing = [one.name for one in wanted if one.name not in results]
+        PAGE.write_text(page(ordered, source=source, missing=missing))
     return int(any(results[check.name].status != 0 for check in wanted if options.word in check.name))
 
 

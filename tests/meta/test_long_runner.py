@@ -31,10 +31,11 @@ def test_the_page_has_a_row_for_each_result_and_what_was_measured() -> None:
         runner.Result(name="t.py::test_x", status=1, cases=(9, 10), facts={"kills": "20"}, **common),
     ]
 
-    page = runner.page(results, source="5eed", total=3)
+    page = runner.page(results, source="5eed", missing=["slow"])
 
     assert "1 of 3 passed" in page
     assert "| `t.py::test_x` | **failed** (1) | 9 of 10 | 1.5 | abc |" in page
+    assert "| `slow` | not run | | | |" in page
     assert "- kills: 20" in page
 
 
