@@ -31,6 +31,7 @@ from toprope.trainer_hooks.state import Parts
 logger = logging.getLogger("toprope")
 RETRY_FOR_S = 120.0
 RETRY_EVERY_S = 1.0
+REMIND_EVERY_S = 15.0
 PHASE_TIMEOUT_S = 330.0
 """Longer than the coordinator's own deadline of 300 s, which can say who was missing."""
 MAX_ROUNDS = 64
@@ -121,11 +122,12 @@ class Restorer:
     def _ask(self, request: wire.Open) -> wire.Attempt | wire.Error:
         """Ask until there is an answer, or an error that asking again will not change."""
         end = time.monotonic() + self.retry_for_s
-        refused = wire.Error(code="unavailable", text=f"no attempt was opened within {self.retry_for_s:g} s")
+        refused = wire.Error(code="unavailable", text="the sidecar gave no answer")
+        said_at = -REMIND_EVERY_S
         while True:
             left_s = end - time.monotonic()
             if left_s <= 0:
-                return refused
+                return wire.Error(code=refused.code, text=self._given_up(refused))
             try:
                 self.session.open(request)
             except wire.WireError as error:
@@ -136,10 +138,19 @@ class Restorer:
             if isinstance(answer, wire.Error):
                 if answer.code not in {"busy", "unavailable"}:
                     return answer
-                if answer != refused:
-                    logger.warning("%s: %s; asking again", answer.code, answer.text)
+                if answer != refused or time.monotonic() - said_at >= REMIND_EVERY_S:
+                    said_at = time.monotonic()
+                    logger.warning("%s: %s; asking again for %.0f s", answer.code, answer.text, left_s)
                 refused = answer
                 time.sleep(min(RETRY_EVERY_S, left_s))
+
+    def _given_up(self, last: wire.Error) -> str:
+        cure = (
+            "end the other launch of this job, or wait until its processes are gone"
+            if last.code == "busy"
+            else "see that the coordinator runs ('ckpt status') and can write the store, then start again"
+        )
+        return f"no attempt was opened within {self.retry_for_s:g} s: {last.text}; {cure}"
 
     def _enter(self, attempt: wire.Attempt) -> None:
         self.session.join(attempt.uid)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import subprocess
@@ -31,6 +32,9 @@ from toprope.trainer_hooks import (
     restoring,
     saving,
     wire,
+)
+from toprope.trainer_hooks import (
+    checkpointer as checkpointer_module,
 )
 from toprope.trainer_hooks.image import write_image
 from toprope.trainer_hooks.slot import Page, SlotState, read_page, write_page
@@ -400,6 +404,17 @@ def test_busy_is_asked_again(sidecar: FakeSidecar, made: list[Checkpointer], mon
     assert _hook(sidecar, made, tiny()).restore() == 0
     assert len({(frame.launch_id, frame.round) for frame in sidecar.kinds(wire.Open)}) == 1  # type: ignore[union-attr]
     assert len(sidecar.kinds(wire.Open)) == 4
+
+
+@pytest.mark.parametrize(("code", "cure"), [("busy", "end the other launch"), ("unavailable", "ckpt status")])
+def test_asking_in_vain_ends_with_the_last_answer_and_what_to_do(
+    sidecar: FakeSidecar, made: list[Checkpointer], monkeypatch: pytest.MonkeyPatch, code: str, cure: str
+) -> None:
+    monkeypatch.setattr(restoring, "RETRY_EVERY_S", 0.01)
+    monkeypatch.setattr(checkpointer_module, "Restorer", functools.partial(restoring.Restorer, retry_for_s=0.2))
+    sidecar.refuse_open = lambda _: wire.Error(code=code, text="rank 0 on n1 lives")
+    with pytest.raises(HookError, match=rf"within 0\.2 s: rank 0 on n1 lives; .*{cure}"):
+        _hook(sidecar, made, tiny()).restore()
 
 
 def test_a_source_that_cannot_be_staged_leads_to_the_next_older_in_a_new_round(
