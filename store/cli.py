@@ -15,6 +15,7 @@ import typer
 from rich.table import Table
 
 from toprope.store.checkpoint import Damage, read_index, read_manifest
+from toprope.store.cli_log import print_records
 from toprope.store.cli_shared import AsJson, JobOption, Root, StepOption, only_job, print_json, print_table, say, table
 from toprope.store.errors import NothingToVerifyError, UsageError
 from toprope.store.fold import JobState
@@ -30,7 +31,6 @@ from toprope.store.show import (
     job_names,
     named_objects,
     read_job,
-    record_lines,
     xxhsum_lines,
 )
 from toprope.store.sizes import size_text
@@ -175,10 +175,7 @@ def _show_job(log: JobLog) -> None:
     state = log.state
     print(f"job {state.job}  uid {state.job_uid}  term {state.term}  attempt {state.attempt_number}")
     print()
-    records = table("RECORD", "TERM", "KIND", "WHAT")
-    for line in record_lines(log.entries):
-        records.add_row(str(line.number), str(line.term), line.kind, line.what)
-    print_table(records)
+    print_records(log.entries)
     print()
     checkpoints = table("STEP", "READY", "ATTEMPT", "RANKS", "SIZE", "NOTE")
     for checkpoint in checkpoint_lines(state):

@@ -132,15 +132,36 @@ def read_entries(store: ObjectStore, job: str) -> Iterator[tuple[Entry, JobState
     state = JobState(job=job)
     body = b""
     while (following := _read_if_there(store, log_key(job, state.n))) is not None:
-        body, key = following, log_key(job, state.n)
-        number, (state, record) = state.n, apply(state, body)
-        yield Entry(number=number, key=key, bytes=len(body), record=record), state
+        body = following
+        entry, state = _entry(state, body)
+        yield entry, state
     _check_no_gap(store, state)
     if state.n and store.read(log_key(job, state.n - 1), uncached=True) != body:
         raise LogCorruptError(
             f"LOG_CORRUPT record {state.n - 1} ({log_key(job, state.n - 1)}): "
             "the medium holds other bytes than the cache. Nothing was changed"
         )
+
+
+def _entry(state: JobState, body: bytes) -> tuple[Entry, JobState]:
+    after, record = apply(state, body)
+    return Entry(number=state.n, key=log_key(state.job, state.n), bytes=len(body), record=record), after
+
+
+def follow_entries(store: ObjectStore, state: JobState, *, wait: Callable[[], None]) -> Iterator[Entry]:
+    """Yield each record past ``state`` as it comes, without an end; ``wait`` is called when there is none yet.
+
+    Raises:
+        LogCorruptError: a record is damaged or illegal.
+        UnavailableError: the store did not answer.
+    """
+    while True:
+        body = _read_if_there(store, log_key(state.job, state.n))
+        if body is None:
+            wait()
+        else:
+            entry, state = _entry(state, body)
+            yield entry
 
 
 def read_log(store: ObjectStore, job: str) -> JobState:

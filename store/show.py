@@ -124,10 +124,15 @@ def record_lines(entries: tuple[Entry, ...]) -> tuple[RecordLine, ...]:
             number=entry.number,
             term=entry.record.term,
             kind=type(entry.record).__name__.upper(),
-            what=_in_words(entry.record),
+            what=_on_one_line(_in_words(entry.record)),
         )
         for entry in entries
     )
+
+
+def _on_one_line(words: str) -> str:
+    """Return words without what moves a terminal's cursor: reasons are what people and programs wrote."""
+    return " ".join("".join(one if one.isprintable() else " " for one in words).split())
 
 
 def _in_words(record: Record) -> str:
