@@ -50,7 +50,7 @@ def only_job(store: ObjectStore, root: str, job: str | None) -> str:
 def table(*columns: str) -> Table:
     """Return an empty table with these columns; those of numbers stand to the right."""
     made = Table(box=None, pad_edge=False, header_style="bold")
-    numbers = {"STEP", "READY", "ATTEMPT", "RANKS", "SIZE", "RECORD", "TERM", "RANK", "TENSORS"}
+    numbers = {"STEP", "READY", "ATTEMPT", "RANKS", "SIZE", "RANK", "TENSORS", "SHARDS", "INDEXES", "MANIFEST", "TOTAL"}
     for column in columns:
         made.add_column(column, justify="right" if column in numbers else "left", overflow="fold")
     return made

@@ -36,6 +36,7 @@ GROUPS: dict[str, dict[str, Program]] = {
         "export": Program(module="toprope.store.cli_export", purpose="write whole tensors as plain safetensors files"),
         "diff": Program(module="toprope.store.cli_diff", purpose="say which tensors of two checkpoints differ"),
         "log": Program(module="toprope.store.cli_log", purpose="print the job log, a record a line"),
+        "du": Program(module="toprope.store.cli_usage", purpose="say what a store weighs, and what nothing names"),
     },
     "Run a job's services": {
         "up": Program(module="toprope.coordinator.cli", purpose="start all that one machine needs"),
