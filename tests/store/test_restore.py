@@ -182,6 +182,7 @@ def test_force_replaces_only_what_a_restore_wrote(tmp_path: Path) -> None:
     assert names_in(tmp_path) == ["file", "home", "link"]
 
 
+@pytest.mark.fault("B81")
 def test_a_damaged_restore_by_force_leaves_the_old_one(tmp_path: Path) -> None:
     store = FakeStore()
     small_store(store, steps=(10,))

@@ -272,3 +272,27 @@ def test_objects_over_their_limit_are_not_read(monkeypatch: pytest.MonkeyPatch) 
     assert "at most 100" in verify_checkpoint(builder.store, builder.log.state, 4).damages[0].what
     monkeypatch.setattr(checkpoint, "MAX_MANIFEST_BYTES", 99)
     assert "at most 99" in verify_checkpoint(builder.store, builder.log.state, 4).damages[0].what
+
+
+@pytest.mark.fault("B79")
+def test_every_kind_of_damage_in_forty_shards_is_told_by_rank_and_kind() -> None:
+    store = FakeStore()
+    JobBuilder(store, world=40).begin().checkpoint(10)
+    keys = {rank: the_key(store, f"rank-{rank:05d}-", ".safetensors") for rank in range(40)}
+    bodies = {rank: store.objects[key] for rank, key in keys.items()}
+    del store.objects[keys[3]]
+    store.objects[keys[7]] = bodies[7][:-1]
+    store.objects[keys[11]] = bodies[11] + b"\0"
+    store.objects[keys[19]] = bytes(len(bodies[19]))
+    flip(store, keys[23], len(bodies[23]) - 30)
+    assert len(bodies[31]) == len(bodies[32])
+    store.objects[keys[31]], store.objects[keys[32]] = bodies[32], bodies[31]
+    damages = verify_checkpoint(store, read_log(store, "job"), 4).damages
+    told = {rank: [damage for damage in damages if damage.rank == rank] for rank in range(40)}
+    assert [rank for rank, found in told.items() if found] == [3, 7, 11, 19, 23, 31, 32]
+    assert all(damage.key == keys[rank] for rank, found in told.items() for damage in found)
+    size = len(bodies[7])
+    assert f"the file has {size - 1} bytes, expected {size}" in str(told[7][0])
+    assert f"the file has {len(bodies[11]) + 1} bytes, expected {len(bodies[11])}" in str(told[11][0])
+    assert len(told[23]) == 1
+    assert told[23][0].tensor is not None

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 from tests.support.fake_store import FakeStore
 from tests.support.tensor_stores import Stored, Tensors, piece, pieces, tensor_job, whole
 
@@ -142,3 +143,26 @@ def test_memory_is_bounded_by_the_band_and_not_by_the_tensor(monkeypatch: pytest
     store, found = gathered(lambda _, rank: {"w": cut[rank]}, world=4)
     assert assemble.BAND_BYTES < 2**26
     assert max(len(chunk) for chunk in tensor_bytes(store, found["w"], job="job", limit=8000)) == 8000
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"offsets": (9, 0)}, "does not lie inside"),
+        ({"offsets": (-1, 0)}, "does not lie inside"),
+        ({"offsets": (2,)}, "does not lie inside"),
+        ({"end": 140}, "bytes, not those of its shape"),
+        ({"dtype": "F128"}, "F128"),
+    ],
+)
+def test_what_an_index_says_of_a_piece_is_not_believed(changes: dict[str, Any], text: str) -> None:
+    cut = pieces(np.arange(24, dtype="float32").reshape(4, 6), ranks=2)
+    store = FakeStore()
+    tensor_job(store, lambda _, rank: {"w": cut[rank]}, world=2)
+    _, (first, second) = read_indexes(store, read_log(store, "job"), 4)
+    tensors = tuple(replace(one, **changes) if one.name == "w" else one for one in second.tensors)
+    found = next(one for one in gather([first, replace(second, tensors=tensors)]) if one.name == "w")
+    parts = sorted(found.parts, key=lambda part: part.rank)
+    why = untiled(Whole(name="w", rank=None, dtype=found.dtype, shape=found.shape, parts=tuple(parts)))
+    assert why is not None
+    assert text in why
