@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
 
@@ -31,7 +32,7 @@ def test_the_page_has_a_row_for_each_result_and_what_was_measured() -> None:
         runner.Result(name="t.py::test_x", status=1, cases=(9, 10), facts={"kills": "20"}, **common),
     ]
 
-    page = runner.page(results, source="5eed", missing=["slow"])
+    page = runner.page(results, missing=["slow"])
 
     assert "1 of 3 passed" in page
     assert "| `t.py::test_x` | **failed** (1) | 9 of 10 | 1.5 | abc |" in page
@@ -55,3 +56,23 @@ def test_what_a_test_measures_comes_through_pytest(tmp_path: Path, monkeypatch: 
     done = runner.run(runner.Check(name="measured", command=command), source="5eed")
 
     assert (done.status, done.cases, done.facts) == (0, (1, 1), {"kills": "20"})
+
+
+def test_a_check_is_run_again_when_the_product_changes_and_not_when_another_test_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("sidecar/core.py", "tests/support/job.py", "tests/test_a.py", "tests/test_b.py", "docs/page.md"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("1")
+    subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)
+    subprocess.run(["git", "add", "."], cwd=tmp_path, check=True)
+    monkeypatch.setattr(runner, "ROOT", tmp_path)
+    check = runner.Check(name="tests/test_a.py::test_x", command=())
+
+    def changes_it(name: str) -> bool:
+        before = runner.source_digest(check)
+        (tmp_path / name).write_text("2")
+        return bool(runner.source_digest(check) != before)
+
+    assert [changes_it(name) for name in ("sidecar/core.py", "tests/support/job.py", "tests/test_a.py")] == [True] * 3
+    assert [changes_it(name) for name in ("tests/test_b.py", "docs/page.md")] == [False] * 2
