@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 from tests.support.stores import JobBuilder, small_store
-from tests.support.strict_s3 import StrictS3
 
 from toprope.__main__ import main
 from toprope.store.objects.directory import DirectoryStore
@@ -41,9 +40,13 @@ def test_each_record_is_a_json_object_on_its_line(tmp_path: Path, capsys: pytest
 
 @pytest.mark.parametrize("kind", ["directory", "bucket"])
 def test_follow_goes_on_with_records_as_they_come(
-    tmp_path: Path, strict: StrictS3, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, kind: str
+    request: pytest.FixtureRequest,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
 ) -> None:
-    root = strict.root("team") if kind == "bucket" else str(tmp_path)
+    root = request.getfixturevalue("strict").root("team") if kind == "bucket" else str(tmp_path)
     builder = small_store(open_store(root, write=True), steps=(10,))
     steps = [20, 30]
 

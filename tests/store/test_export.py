@@ -345,11 +345,8 @@ def test_a_store_or_a_disk_that_fails_leaves_nothing_behind(tmp_path: Path, monk
     assert names_in(tmp_path) == []
 
 
-@pytest.mark.parametrize("server", ["strict", "real"])
-def test_export_reads_a_bucket(
-    request: pytest.FixtureRequest, tmp_path: Path, capsys: pytest.CaptureFixture[str], server: str
-) -> None:
-    root = request.getfixturevalue("s3_root") if server == "real" else request.getfixturevalue("strict").root("team")
+def test_export_reads_a_bucket(s3_root: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    root = s3_root
     job(open_store(root, write=True))  # type: ignore[arg-type]  # any store does
     arguments = ["export", root, "--to", str(tmp_path / "out"), "--only", "model.*", "--step", "10", "--json"]
     assert main(arguments) == 0
