@@ -17,14 +17,41 @@ from toprope.chaos import demo as the_demo
 from toprope.chaos.live.processes import LiveError
 from toprope.chaos.progress import Progress
 from toprope.chaos.report import render
+from toprope.chaos.sim import search
 from toprope.store.errors import CkptError, UsageError
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
+chaos = typer.Typer(add_completion=False, rich_markup_mode=None, help="Search for broken promises.")
+app.add_typer(chaos, name="chaos")
 _STEPS_MIN = 12
 
 
 class DemoError(CkptError):
     """The demo could not be carried through; the message says where it stopped."""
+
+
+@chaos.callback()
+def searches() -> None:
+    """Search for broken promises."""
+
+
+@chaos.command()
+def sim(
+    *,
+    seeds: Annotated[int, typer.Option(metavar="N", min=1, help="How many histories to run.")] = 100,
+    seed: Annotated[int, typer.Option(metavar="S", min=0, help="The first seed; the others follow it.")] = 0,
+    jobs: Annotated[int, typer.Option(min=1, help="Processes to run them in.")] = 1,
+    mutant: Annotated[str, typer.Option(metavar="NAME", help="Switch this safeguard off: must be found out.")] = "",
+) -> None:
+    """Run simulated histories, each from its seed, and judge them from outside.
+
+    Exit status 0 only when no promise was broken; else each broken one is told with its seed, options and story.
+    """
+    if mutant and mutant not in search.names():
+        raise UsageError(f"--mutant {mutant!r}: give one of {', '.join(search.names())}")
+    found = search.run(range(seed, seed + seeds), mutant=mutant, jobs=jobs, tell=print)
+    print(found.summary())
+    raise typer.Exit(1 if found.broken else 0)
 
 
 @app.callback()

@@ -127,11 +127,18 @@ def commands() -> dict[str, TyperCommand]:
 def cli() -> None:
     """Print each word of ``ckpt`` with its arguments and options."""
     for word, command in commands().items():
-        context = typer.Context(command, info_name=f"ckpt {word}")
-        print(f"## ckpt {word}\n")
-        print("```text\n" + " ".join(command.get_usage(context).split()) + "\n```\n")
-        print(_prose((command.help or "").replace("\b", "")) + "\n")
-        rows = [_parameter(each, context) for each in command.params if not getattr(each, "hidden", False)]
+        _command(f"ckpt {word}", command, level=2)
+        for name, below in command.commands.items() if isinstance(command, TyperGroup) else ():
+            _command(f"ckpt {word} {name}", below, level=3)
+
+
+def _command(name: str, command: Any, *, level: int) -> None:  # noqa: ANN401 - typer declares the base class of what it makes
+    context = typer.Context(command, info_name=name)
+    print(f"{'#' * level} {name}\n")
+    print("```text\n" + " ".join(command.get_usage(context).split()) + "\n```\n")
+    print(_prose((command.help or "").replace("\b", "")) + "\n")
+    rows = [_parameter(each, context) for each in command.params if not getattr(each, "hidden", False)]
+    if rows:
         table(("", "meaning"), rows)
 
 

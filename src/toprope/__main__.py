@@ -46,6 +46,7 @@ GROUPS: dict[str, dict[str, Program]] = {
     },
     "See it work": {
         "demo": Program(module="toprope.chaos.cli", purpose="train, kill a node, go on, and compare bit for bit"),
+        "chaos": Program(module="toprope.chaos.cli", purpose="search for broken promises in a simulated world"),
     },
 }
 PROGRAMS = {word: program for group in GROUPS.values() for word, program in group.items()}

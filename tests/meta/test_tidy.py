@@ -15,6 +15,8 @@ COLLECTIVES_THAT_UNPICKLE = re.compile(r"(^|\.)((all_)?gather_object|(broadcast|
 
 PROCESS_EDGES: dict[str, str] = {
     "chaos/live/forkserver.py::_become": "a forked rank: prints the traceback and ends with status 1",
+    "chaos/sim/loop.py::call": "stands for a thread of a pool: gives the error to whoever awaits it",
+    "chaos/sim/loop.py::run_in_executor": "the same place: the function around it",
 }
 """``file::function`` -> why it may catch every exception: the edge of a process or thread, which logs and ends it."""
 

@@ -1,0 +1,1 @@
+"""The deterministic simulator: virtual time, a hostile world, and an oracle that watches."""

@@ -1,0 +1,175 @@
+"""Coordinators: the real performer, core, log and store adapter, in simulated processes.
+
+Simulated: the HTTP server in front of it (a call of the network that ends in the same methods) and the MQTT client.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
+
+import msgspec
+
+from toprope.chaos.sim.broker import BrokerClient
+from toprope.chaos.sim.loop import Process
+from toprope.chaos.sim.net import NetError
+from toprope.coordinator.adapters.mqtt import Mqtt
+from toprope.coordinator.adapters.objects import ThreadedStore
+from toprope.coordinator.config import Config
+from toprope.coordinator.performer import Coordinator
+from toprope.coordinator.ports import Ports
+from toprope.coordinator.settings import Address
+from toprope.coordinator.wire import Cadence, Desired, Inventory, OpenAnswer, OpenRequest, Presence
+from toprope.store.errors import FencedError, UnavailableError
+
+if TYPE_CHECKING:
+    from toprope.chaos.sim.world import World
+
+VERDICT_DEADLINE_S = 40.0
+_POLL_S = 4.0
+_TRIES = 20
+
+
+class Host:
+    """One coordinator process. ``url`` names it in documents; ``name`` is its place in the network."""
+
+    def __init__(self, world: World, number: int) -> None:
+        self.name = f"c{number}"
+        self.url = f"http://{self.name}"
+        self.process = Process(world.loop, self.name)
+        self._world = world
+        options = world.options
+        cadence = Cadence(
+            from_step=0, every=options.every, local_every=options.local_every, object_every=options.object_every
+        )
+        self._real = Coordinator(_config(world.job, cadence))
+        self._stop = asyncio.Event()
+
+    def start(self) -> None:
+        """Begin to reign."""
+        self.process.start(self._reign())
+
+    def retire(self) -> None:
+        """Take in nothing more: the history is over."""
+        self._real.core = None
+
+    async def _reign(self) -> None:
+        broker = _Link(self, self._world)
+        self._real.mqtt = cast("Mqtt", broker) if self._world.options.broker else None
+        ports = Ports(store=ThreadedStore(self._world.store), nodes=_Nodes(self, self._world), broker=broker)
+        try:
+            await self._real.reign(ports, url=self.url, stop=self._stop, on_serving=lambda: None)
+        except* (FencedError, UnavailableError) as group:
+            self._world.trace.note(self.name, f"ends: {_first(group)}")
+            self._world.trace.sometimes("a coordinator was fenced" if _is_fenced(group) else "no store at the start")
+        self.process.kill()
+
+    # What its HTTP server would ask
+
+    async def put_inventory(self, inventory: Inventory) -> Desired:
+        """Take in an inventory."""
+        self._real.heard(inventory)
+        return self._desired()
+
+    async def get_desired(self, newer_than: tuple[int, int] | None) -> Desired:
+        """Return the document, as soon as it is newer."""
+        if newer_than is not None:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_POLL_S):
+                    await self._real.desired_after(*newer_than)
+        return self._desired()
+
+    def _desired(self) -> Desired:
+        desired = self._real.desired()
+        if desired is None:
+            raise NetError("503: not known yet")
+        return desired
+
+    async def open(self, request: OpenRequest) -> OpenAnswer:
+        """Open an attempt."""
+        return await self._real.open(request)
+
+    # What its MQTT client would tell
+
+    def heard(self, document: msgspec.Struct) -> None:
+        """Take in a document from the broker."""
+        assert isinstance(document, Inventory | Presence | Desired)
+        self._real.deliver(document)
+
+    def connected(self) -> None:
+        """Take in that the broker was reached."""
+        self._real.connected()
+
+
+class _Link:
+    """The broker as a coordinator has it: a ``BrokerPort``, and what stands for ``Mqtt``."""
+
+    def __init__(self, host: Host, world: World) -> None:
+        self._topic = "desired"
+        self._client = BrokerClient(
+            broker=world.broker,
+            process=host.process,
+            where=host.name,
+            wants=(Inventory, Presence, Desired),
+            on_document=host.heard,
+            on_connected=host.connected,
+        )
+
+    @property
+    def is_connected(self) -> bool:
+        """Say whether there is a session."""
+        return self._client.session
+
+    async def run(self) -> None:
+        """Keep connected."""
+        await self._client.run()
+
+    async def publish(self, desired: Desired) -> None:
+        """Publish the document."""
+        for _ in range(_TRIES):
+            if not self._client.session or await self._client.publish(self._topic, desired):
+                return
+            await asyncio.sleep(0.5)
+
+
+@dataclass(frozen=True, slots=True)
+class _Nodes:
+    """The sidecars as a coordinator reaches them: a ``NodesPort``."""
+
+    host: Host
+    world: World
+
+    async def inventory(self, url: str) -> Inventory | None:
+        """Ask a sidecar."""
+        try:
+            return await self.world.ask_sidecar(self.host.name, url, lambda car: car.inventory_now(), timeout_s=2.0)
+        except NetError:
+            return None
+
+
+def _config(job: str, cadence: Cadence) -> Config:
+    return Config(
+        job=job,
+        store="simulated",
+        listen=Address(host="127.0.0.1", port=0),
+        broker=None,
+        embedded_broker=None,
+        cadence=cadence,
+        token="",
+        ready_file=None,
+        verdict_deadline_s=VERDICT_DEADLINE_S,
+        tick_s=1.0,
+    )
+
+
+def _first(group: BaseExceptionGroup[BaseException]) -> str:
+    error: BaseException = group
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return str(error)
+
+
+def _is_fenced(group: BaseExceptionGroup[BaseException]) -> bool:
+    return group.subgroup(FencedError) is not None

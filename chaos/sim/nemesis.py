@@ -1,0 +1,137 @@
+"""What befalls the world during the chaos, one trouble after another; and the healing."""
+
+from __future__ import annotations
+
+import asyncio
+
+from toprope.chaos.sim.broker import NAME as BROKER
+from toprope.chaos.sim.loop import Process
+from toprope.chaos.sim.world import Node, World
+from toprope.trainer_hooks.slot import SlotState
+
+
+async def rage(world: World) -> None:
+    """Let troubles of this history's kinds happen until its time is up."""
+    rng, options = world.loop.rng, world.options
+    end_s = world.loop.time() + options.chaos_s
+    world.store.fault = options.store_fault
+    while world.loop.time() < end_s:
+        await asyncio.sleep(rng.expovariate(1.0 / options.between_s))
+        what = rng.choice(options.faults)
+        world.trace.note("nemesis", what)
+        world.trace.sometimes(f"fault: {what}")
+        _strike(world, what)
+
+
+def heal(world: World) -> None:
+    """End all troubles."""
+    world.trace.note("nemesis", "heals")
+    world.net.calm = True
+    world.net.cuts.clear()
+    world.store.fault = 0.0
+    for node in world.nodes:
+        node.disk.trouble, node.disk.dies_in, node.no_room = "", 0, False
+    for process in _paused(world):
+        process.resume()
+
+
+def _paused(world: World) -> list[Process]:
+    ranks = world.launch.ranks if world.launch is not None else []
+    cars = [node.sidecar for node in world.nodes if node.sidecar is not None]
+    everyone = [*(rank.process for rank in ranks), *(car.process for car in cars), *(h.process for h in world.hosts)]
+    return [process for process in everyone if process.held is not None]
+
+
+def _strike(world: World, what: str) -> None:  # noqa: C901, PLR0912 - one line per kind of trouble
+    rng = world.loop.rng
+    node = rng.choice(world.nodes)
+    match what:
+        case "kill rank":
+            if world.launch is not None:
+                rng.choice(world.launch.ranks).process.kill()
+        case "zombie":
+            _zombie(world)
+        case "kill sidecar":
+            if node.sidecar is not None:
+                node.sidecar.process.kill()
+        case "pause sidecar":
+            if node.sidecar is not None:
+                _pause(world, node.sidecar.process, rng.uniform(1.0, 12.0))
+        case "power cut":
+            if rng.random() < 0.5:  # noqa: PLR2004 - either
+                world.cut_power(node)
+            else:
+                node.disk.dies_in = rng.randint(1, 8)
+        case "kill coordinator":
+            for host in world.hosts:
+                host.process.kill()
+        case "pause coordinator":
+            for host in world.hosts:
+                _pause(world, host.process, rng.uniform(2.0, 15.0))
+        case "two coordinators":
+            world.add_coordinator()
+        case "cut link":
+            _cut(world, node)
+        case "broker restart":
+            world.broker.restart()
+        case "store brownout":
+            world.store.fault = rng.choice((0.0, 0.1, 0.5, 1.0))
+        case "disk trouble":
+            node.disk.trouble = rng.choice(("", "full", "sync"))
+            node.no_room = rng.random() < 0.3  # noqa: PLR2004 - now and then
+        case "flip":
+            for _ in range(3):
+                _flip(world, node)
+        case _:
+            raise AssertionError(what)
+
+
+def _pause(world: World, process: Process, for_s: float) -> None:
+    if process.held is None and process.alive:
+        process.pause()
+        world.loop.outside(for_s, lambda: process.resume() if process.held is not None else None)
+
+
+def _zombie(world: World) -> None:
+    """Freeze a rank, kill another: the launcher goes on without the frozen one, which wakes later and dies later."""
+    launch, rng = world.launch, world.loop.rng
+    if launch is None or len(launch.ranks) < 2:  # noqa: PLR2004 - one to freeze and one to kill
+        return
+    frozen, killed = rng.sample(launch.ranks, 2)
+    if not frozen.process.alive:
+        return
+    wakes_s = rng.uniform(0.5, 10.0)
+    _pause(world, frozen.process, wakes_s)
+    world.loop.outside(wakes_s + rng.uniform(0.05, 3.0), frozen.process.kill)
+    killed.process.kill()
+
+
+def _cut(world: World, node: Node) -> None:
+    rng = world.loop.rng
+    places = [*(n.name for n in world.nodes if n is not node), *(h.name for h in world.hosts), BROKER, "store"]
+    links = [(node.name, rng.choice(places))]
+    if rng.random() < 0.3:  # noqa: PLR2004 - now and then the whole node
+        links = [(node.name, place) for place in places]
+    if rng.random() < 0.5:  # noqa: PLR2004 - either
+        links = [(target, source) for source, target in links]
+    if rng.random() < 0.5:  # noqa: PLR2004 - one-way or both
+        links += [(target, source) for source, target in links]
+    world.net.cuts.update(links)
+    world.trace.note("nemesis", f"cuts {links}")
+    world.loop.outside(rng.uniform(1.0, 12.0), world.net.cuts.difference_update, links)
+
+
+def _flip(world: World, node: Node) -> None:
+    """Change a bit of a copy that has been verified, but of none being applied: nobody could see it before or then."""
+    rng = world.loop.rng
+    if world.launch is not None and any(rank.restoring and rank.process.alive for rank in world.launch.ranks):
+        return
+    files = [file for file in node.memory.files() if file.page.state is SlotState.HASHED]
+    world.oracle.on_flip()
+    names = sorted(name for name in node.disk.names if name.endswith(".safetensors"))
+    if names and rng.random() < 0.3:  # noqa: PLR2004 - now and then
+        node.disk.flip(rng.choice(names))
+    elif files:
+        file = rng.choice(files)
+        file.data[rng.randrange(file.page.bytes)] ^= 1
+        file.flipped = True

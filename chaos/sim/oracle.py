@@ -1,0 +1,297 @@
+"""Watches from outside: every applied store operation, every restore, every claim, against what the trainers sealed.
+
+It binds the rules of the log (``violation``, ``fold``) when it is imported, so that a mutant of them does not change
+its judgement. ``golden`` is T of PROTOCOL.md 3.8: the digest of what a trainer handed over.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import msgspec
+
+from toprope.chaos.sim.store import SimStore
+from toprope.chaos.sim.trace import Trace
+from toprope.coordinator.wire import Desired
+from toprope.store.digest import digest
+from toprope.store.errors import CorruptObjectError
+from toprope.store.fold import JobState, fold, violation
+from toprope.store.manifest import Index, Manifest
+from toprope.store.manifest import decode as decode_manifest
+from toprope.store.names import Key, facts_key, manifest_key
+from toprope.store.records import Attempt, AttemptFacts, Elected, Ready, Record
+from toprope.store.shard import identity_of, parse_header
+
+_NOTICED_S = 15.0
+"""So long after a loss a step that is called protected may have been counted before the loss was noticed."""
+
+Snapshot = tuple[str, int, int]
+"""Attempt uid, step, rank."""
+Place = tuple[str, int]
+"""Attempt uid, step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Violation:
+    """A promise that was broken, with the step that it is about (0: none)."""
+
+    invariant: str
+    text: str
+    step: int
+
+    def __str__(self) -> str:
+        return f"{self.invariant}: {self.text}"
+
+
+class Oracle:
+    """Judges one history. ``stop`` is called at the first violation."""
+
+    def __init__(self, job: str, store: SimStore, trace: Trace, *, stop: Callable[[], None]) -> None:
+        self.golden: dict[Snapshot, str] = {}
+        self.violation: Violation | None = None
+        self.state = JobState(job=job)
+        self._facts: dict[str, AttemptFacts] = {}
+        self.over = False
+        self._floor: tuple[str, int] | None = None
+        self._protected: tuple[str, int] = ("", 0)
+        self._lost_since: tuple[str, int] | None = None
+        self._lost_at_s = -_NOTICED_S
+        self._store = store
+        self._trace = trace
+        self._stop = stop
+        self._heard: dict[str, tuple[tuple[int, int], int]] = {}
+        self._training: set[str] = set()
+        store.on_create = self._on_create
+
+    def fail(self, invariant: str, text: str, *, step: int = 0) -> None:
+        """Note that a promise was broken."""
+        if self.violation is None and not self.over:
+            self.violation = Violation(invariant=invariant, text=text, step=step)
+            self._trace.note("oracle", f"VIOLATION {invariant}: {text}", step=step)
+            self._stop()
+
+    # The store
+
+    def _on_create(self, key: Key, body: bytes, who: str) -> None:
+        if self.over:
+            return
+        _, kind, *rest = key.split("/")
+        if kind == "log":
+            self._on_record(int(rest[0].partition(".")[0]), body, who)
+        elif kind == "shards":
+            self._trace.note("store", f"{who} created {key}", step=int(rest[1][1:]))
+
+    def _on_record(self, number: int, body: bytes, who: str) -> None:
+        state = self.state
+        if number != state.n:
+            self.fail("I3", f"{who} created record {number}; the next is {state.n}")
+            return
+        record: Record = msgspec.json.decode(body, type=Record)
+        step = record.step if isinstance(record, Ready) else 0
+        self._trace.note("store", f"{who} appended {_told(record)} as {number}", step=step)
+        self._check_term(record)
+        if isinstance(record, Attempt):
+            self._check_attempt(record)
+        if isinstance(record, Ready):
+            self._check_ready(record)
+        if why := violation(state, record):
+            self.fail("I5", f"record {number}, {_told(record)}: {why}", step=step)
+            return
+        self.state = fold(state, record, record_sha256=hashlib.sha256(body).hexdigest())
+        if isinstance(record, Elected) and record.term > 1:
+            self._trace.sometimes("a coordinator took over")
+
+    def _check_term(self, record: Record) -> None:
+        if isinstance(record, Elected):
+            if record.term <= self.state.term:
+                self.fail("I4", f"term {record.term} is elected again after {self.state.term}")
+        elif record.term < self.state.term:
+            self.fail("I6", f"{_told(record)} is of term {record.term}, after the election of {self.state.term}")
+
+    def _check_attempt(self, record: Attempt) -> None:
+        state = self.state
+        if any((one.launch_id, one.round) == (record.launch_id, record.round) for one in state.attempts):
+            self.fail("I13", f"launch {record.launch_id[:8]} round {record.round} is given a second attempt")
+        facts = msgspec.json.decode(self._store.objects[facts_key(state.job, record.facts_sha256)], type=AttemptFacts)
+        self._facts[record.uid] = facts
+        struck = {*state.struck, *((one.attempt_uid, one.step) for one in record.struck)}
+        if record.struck:
+            self._trace.sometimes("a source was struck off")
+        if state.head is not None:
+            head = state.readies[state.head]
+            if record.from_step < head.step and (head.attempt_uid, head.step) not in struck:
+                text = f"attempt {record.attempt} begins at step {record.from_step} and passes over READY {head.step}"
+                self.fail("I14", text, step=head.step)
+        held = record.held
+        if held is not None:
+            self._trace.sometimes("restored from what is not READY")
+            for rank, said in enumerate(facts.held_digests):
+                if self.golden.get((held.attempt_uid, held.step, rank)) != said:
+                    text = f"attempt {record.attempt} swears to a shard of rank {rank} that no trainer sealed"
+                    self.fail("I17", text, step=held.step)
+        elif record.ready is not None:
+            self._trace.sometimes("restored from a READY")
+        self._check_floor(record, struck)
+
+    def _check_floor(self, record: Attempt, struck: set[Place]) -> None:
+        floor, current = self._floor, self.state.attempt
+        if floor is not None and current is not None and floor[0] == current.uid and floor not in struck:
+            self._trace.sometimes("an attempt followed a protected step")
+            if record.from_step < floor[1]:
+                text = f"attempt {record.attempt} begins at {record.from_step} although step {floor[1]} was protected"
+                self.fail("I14", text, step=floor[1])
+        self._floor = None
+
+    def _check_ready(self, record: Ready) -> None:
+        current = self.state.attempt
+        if current is None or record.attempt_uid != current.uid:
+            self.fail(
+                "I18", f"step {record.step} is READY for an attempt that is not the current one", step=record.step
+            )
+            return
+        key = manifest_key(self.state.job, attempt=record.attempt, step=record.step, sha256=record.manifest_sha256)
+        if (why := self._why_not_whole(key, record, world=current.world_size)) is not None:
+            self.fail(why[0], f"READY {record.step} of attempt {record.attempt}: {why[1]}", step=record.step)
+        self._trace.sometimes("a step became READY")
+
+    def _why_not_whole(self, key: Key, record: Ready, *, world: int) -> tuple[str, str] | None:
+        """Return which invariant a READY breaks, and how."""
+        objects = self._store.objects
+        if key not in objects:
+            return "I1", "its manifest is not there"
+        manifest = decode_manifest(objects[key], Manifest, key=key, expected_sha256=record.manifest_sha256)
+        if [shard.rank for shard in manifest.shards] != list(range(world)):
+            return "I1", f"its shards are of ranks {[s.rank for s in manifest.shards]}, its world has {world}"
+        for shard in manifest.shards:
+            if Key(shard.index_key) not in objects:
+                return "I1", f"the index of rank {shard.rank} is not there"
+            index = decode_manifest(
+                objects[Key(shard.index_key)], Index, key=shard.index_key, expected_sha256=shard.index_sha256
+            )
+            body = objects.get(Key(index.files[0].key), b"")
+            if _said(body) not in {None, (record.attempt_uid, record.step, shard.rank)}:
+                return "I2", f"the shard of rank {shard.rank} is that of another snapshot"
+            if digest(body) != self.golden.get((record.attempt_uid, record.step, shard.rank)):
+                return "I1", f"the shard of rank {shard.rank} is not what the trainer sealed"
+        return None
+
+    def check_readies(self) -> None:
+        """Check that all that ever became READY is still whole."""
+        for ready in self.state.readies.values():
+            world = next(one.world_size for one in self.state.attempts if one.uid == ready.attempt_uid)
+            key = manifest_key(self.state.job, attempt=ready.attempt, step=ready.step, sha256=ready.manifest_sha256)
+            if (why := self._why_not_whole(key, ready, world=world)) is not None:
+                self.fail(
+                    "I7", f"READY {ready.step} of attempt {ready.attempt} is whole no more: {why[1]}", step=ready.step
+                )
+
+    # Trainers
+
+    def on_sealed(self, snapshot: Snapshot, image: bytes) -> None:
+        """Take in what a trainer hands over."""
+        self.golden[snapshot] = digest(image)
+
+    def on_restored(self, *, attempt_uid: str, rank: int, images: Iterable[tuple[int, bytes]]) -> None:
+        """Take in what a rank is about to apply: the shards by rank."""
+        record = next((one for one in self.state.attempts if one.uid == attempt_uid), None)
+        if record is None:
+            self.fail("I17", f"rank {rank} restores in attempt {attempt_uid[:8]}, which the log does not know")
+            return
+        source = self.state.source_of(record)
+        given = dict(images)
+        wanted = set() if source is None else set(range(record.world_size))
+        if set(given) != wanted:
+            self.fail("I17", f"rank {rank} is given shards {sorted(given)}, expected {sorted(wanted)}")
+            return
+        if source is None:
+            return
+        self._trace.sometimes("a rank restored")
+        for shard, image in sorted(given.items()):
+            if _said(image) not in {None, (*source, shard)}:
+                self.fail("I17", f"rank {rank} is given another snapshot as shard {shard} of {source}", step=source[1])
+            elif digest(image) != self.golden.get((*source, shard)):
+                self.fail("I10", f"rank {rank} is given wrong bytes as shard {shard} of {source}", step=source[1])
+
+    def on_training(self, attempt_uid: str) -> None:
+        """Take in that a rank was told to train."""
+        self._training.add(attempt_uid)
+
+    def on_told_to_end(self, *, attempt_uid: str, rank: int, why: str) -> None:
+        """Take in that a training rank was told that its attempt is over."""
+        current = self.state.attempt
+        if current is not None and current.uid == attempt_uid:
+            self.fail("I12", f"rank {rank} trains in the current attempt and is told to end: {why}")
+
+    # Sidecars
+
+    def on_heard(self, life: str, desired: Desired) -> None:
+        """Take in the document that a sidecar goes by now."""
+        number = desired.attempt.number if desired.attempt is not None else 0
+        at = ((desired.term, desired.version), number)
+        before = self._heard.get(life, ((0, 0), 0))
+        if at[0] < before[0] or at[1] < before[1]:
+            self.fail("I9", f"sidecar {life} goes back from {before} to {at}")
+        self._heard[life] = at
+        if desired.term > self.state.term or number > self.state.attempt_number:
+            self.fail("I9", f"sidecar {life} hears of term {desired.term}, attempt {number}, which no log knows")
+
+        if desired.attempt is not None and desired.protected_step:
+            self._on_protected((desired.attempt.uid, desired.protected_step))
+
+    def _on_protected(self, at: tuple[str, int]) -> None:
+        """A step that is protected is there for the next attempt, whichever one node is lost."""
+        if at[0] == self._protected[0] and at[1] <= self._protected[1]:
+            return
+        self._protected = at
+        self._trace.sometimes("a step was protected")
+        if self._trace.now_s() - self._lost_at_s >= _NOTICED_S:
+            self._floor = at
+
+    def on_node_lost(self) -> None:
+        """Take in that memory of a node is lost: the first loss is what protection is for, no second one is."""
+        if self._lost_since == self._protected or self._trace.now_s() - self._lost_at_s < _NOTICED_S:
+            self._floor = None
+        self._lost_since = self._protected
+        self._lost_at_s = self._trace.now_s()
+
+    def on_flip(self) -> None:
+        """Take in that some copy was damaged."""
+        self._floor = None
+
+    def on_claim(self, where: str, snapshot: Snapshot, *, said: str, found: bytes | None, spoiled: bool) -> None:
+        """Take in that somebody says that a copy is there, verified, with this digest."""
+        if spoiled:
+            return
+        held = "nothing" if found is None else digest(found)
+        if held != said or said != self.golden.get(snapshot):
+            text = f"{where} claims step {snapshot[1]} of rank {snapshot[2]} as {said[:8]} and holds {held[:8]}"
+            self.fail("I11", text, step=snapshot[1])
+
+    def on_scanned(self, where: str, snapshot: Snapshot, *, found: bytes | None) -> None:
+        """Take in that a scan of a disk lists a copy: it has just read it, so no damage is an excuse."""
+        if found is None or digest(found) != self.golden.get(snapshot):
+            self.fail("I16", f"the scan of {where} lists step {snapshot[1]} of rank {snapshot[2]}", step=snapshot[1])
+
+
+def _said(image: bytes) -> Snapshot | None:
+    """Return which snapshot an image says that it is; None when it is no image."""
+    try:
+        said = identity_of(parse_header(image, size=len(image), name="shard"), name="shard")
+    except CorruptObjectError:
+        return None
+    return said.attempt_uid, said.step, said.rank
+
+
+def _told(record: Record) -> str:
+    match record:
+        case Ready():
+            return f"READY step {record.step} of attempt {record.attempt}"
+        case Attempt():
+            source = "held" if record.held is not None else "READY" if record.ready is not None else "fresh"
+            return f"ATTEMPT {record.attempt} from step {record.from_step} ({source})"
+        case Elected():
+            return f"ELECTED {record.term}"
+        case _:
+            return type(record).__name__.upper()

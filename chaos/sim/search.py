@@ -1,0 +1,108 @@
+"""Many histories, one after another or in several processes, and what came of them all."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+
+from toprope.chaos.sim.history import Outcome
+from toprope.chaos.sim.history import run as run_one
+from toprope.chaos.sim.mutants import MUTANTS, switched_off
+
+SOMETIMES = (
+    "a coordinator took over",
+    "a coordinator was fenced",
+    "a due step was skipped",
+    "a launch was answered busy",
+    "a launch was answered unavailable",
+    "a machine was replaced",
+    "a node lost power",
+    "a pull brought wrong bytes",
+    "a rank restored",
+    "a read-back found damage",
+    "a scan refused a local file",
+    "a slot was dropped",
+    "a step became READY",
+    "a step was protected",
+    "a trainer lost its sidecar",
+    "an attempt followed a protected step",
+    "message doubled",
+    "message lost",
+    "restored from a READY",
+    "restored from what is not READY",
+    "staged from here local",
+    "staged from here memory",
+    "staged from here peer",
+    "staged from node memory",
+    "staged from object object",
+    "store: 503",
+    "store: late create landed",
+    "store: reply lost",
+    "store: request lost",
+)
+"""What a search must reach now and then, or its silence says nothing."""
+
+
+@dataclass(slots=True)
+class Found:
+    """What came of a search."""
+
+    histories: int = 0
+    virtual_s: float = 0.0
+    wall_s: float = 0.0
+    broken: list[Outcome] = field(default_factory=list)
+    counts: Counter[str] = field(default_factory=Counter)
+
+    def never(self) -> list[str]:
+        """Return what was to happen sometimes and never did."""
+        return [what for what in SOMETIMES if not self.counts[what]]
+
+    def summary(self) -> str:
+        """Return it for people."""
+        rate = self.histories / self.wall_s if self.wall_s else 0.0
+        lines = [f"{count:9} {what}" for what, count in sorted(self.counts.items())]
+        lines.append(f"{self.histories} histories, {self.virtual_s / 3600:.1f} virtual hours, {rate:.1f} a second")
+        lines += [f"never happened: {what}" for what in self.never()]
+        broken = Counter(outcome.invariant for outcome in self.broken)
+        lines.append(f"broken: {dict(broken)}" if broken else "no promise was broken")
+        return "\n".join(lines)
+
+
+def names() -> list[str]:
+    """Return the names of the mutants."""
+    return [mutant.name for mutant in MUTANTS]
+
+
+def run(seeds: range, *, mutant: str = "", jobs: int = 1, tell: Callable[[str], object] = lambda _: None) -> Found:
+    """Run the histories of these seeds; ``tell`` hears of each that broke a promise."""
+    found, began_s = Found(), time.monotonic()
+    for outcome in _outcomes(seeds, mutant=mutant, jobs=jobs):
+        found.histories += 1
+        found.virtual_s += outcome.virtual_s
+        found.counts += outcome.counts
+        if outcome.invariant:
+            found.broken.append(outcome)
+            tell(f"{outcome}\nagain: ckpt chaos sim --seed {outcome.seed} --seeds 1")
+    found.wall_s = time.monotonic() - began_s
+    return found
+
+
+def _outcomes(seeds: range, *, mutant: str, jobs: int) -> Iterator[Outcome]:
+    work = partial(one, mutant=mutant)
+    if jobs == 1:
+        yield from map(work, seeds)
+        return
+    with ProcessPoolExecutor(jobs) as pool:
+        yield from pool.map(work, seeds, chunksize=8)
+
+
+def one(seed: int, *, mutant: str = "") -> Outcome:
+    """Run one history, without a mutant's safeguard if one is named."""
+    off = next((each for each in MUTANTS if each.name == mutant), None)
+    with switched_off(off) if off is not None else contextlib.nullcontext():
+        return run_one(seed)

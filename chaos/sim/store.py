@@ -1,0 +1,106 @@
+"""The object store: a linearizable map whose requests and replies get lost, or land long after the client gave up.
+
+It is an ``ObjectStore``: the real ``ThreadedStore``, ``store_object`` and ``read_back`` stand on it unchanged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Literal, TypeAlias
+
+from toprope.chaos.sim.loop import PROCESS, SimLoop
+from toprope.chaos.sim.trace import Trace
+from toprope.store.errors import (
+    AlreadyExistsError,
+    CorruptObjectError,
+    MissingObjectError,
+    ThrottledError,
+    UnavailableError,
+)
+from toprope.store.names import Key
+
+Fault: TypeAlias = Literal["request lost", "reply lost", "late", "503", "corrupt"]
+FAULTS: tuple[Fault, ...] = ("request lost", "reply lost", "late", "503", "corrupt")
+_LATE_S = (2.0, 30.0)
+
+
+class SimStore:
+    """Objects in a dict. ``on_create`` sees each applied create, and ``cut`` says who can't reach it just now."""
+
+    def __init__(self, loop: SimLoop, trace: Trace, *, fault: float, cut: Callable[[str], bool]) -> None:
+        self.objects: dict[Key, bytes] = {}
+        self.corrupt: set[Key] = set()
+        self.fault = fault
+        self.on_create: Callable[[Key, bytes, str], None] = lambda _key, _body, _who: None
+        self._loop = loop
+        self._trace = trace
+        self._cut = cut
+
+    def create(self, key: Key, body: bytes | memoryview) -> None:
+        """Write a new object."""
+        who = _who()
+        fault = self._drawn(who, key)
+        if fault == "503":
+            raise ThrottledError(f"{key}: slow down")
+        if fault == "request lost":
+            raise UnavailableError(f"{key}: no answer")
+        if fault == "late":
+            self._loop.outside(self._loop.rng.uniform(*_LATE_S), self._land, key, bytes(body), who)
+            raise UnavailableError(f"{key}: no answer")
+        if fault == "corrupt" and key.endswith(".safetensors"):
+            self.corrupt.add(key)
+            self._apply(key, bytes(body[:-1]) + bytes([body[-1] ^ 1]), who)
+            return
+        self._apply(key, bytes(body), who)
+        if fault == "reply lost":
+            raise UnavailableError(f"{key}: no answer")
+
+    def _drawn(self, who: str, key: str) -> Fault | None:
+        rng = self._loop.rng
+        if self._cut(who):
+            fault: Fault = "request lost"
+        elif rng.random() < self.fault:
+            fault = rng.choice(FAULTS)
+        else:
+            return None
+        self._trace.sometimes(f"store: {fault}")
+        self._trace.note("store", f"{fault}: {who} {key}")
+        return fault
+
+    def _land(self, key: Key, body: bytes, who: str) -> None:
+        if key not in self.objects:
+            self._trace.sometimes("store: late create landed")
+            self._trace.note("store", f"landed late: {who} {key}")
+            self._apply(key, body, who)
+
+    def _apply(self, key: Key, body: bytes, who: str) -> None:
+        if key in self.objects:
+            raise AlreadyExistsError(key)
+        self.objects[key] = body
+        self.on_create(key, body, who)
+
+    def read(self, key: Key, *, start: int = 0, length: int | None = None, uncached: bool = False) -> bytes:  # noqa: ARG002 - there is no cache
+        """Return bytes of an object."""
+        if self._drawn(_who(), key) not in {None, "corrupt"}:
+            raise UnavailableError(f"{key}: no answer")
+        if key not in self.objects:
+            raise MissingObjectError(key)
+        body = self.objects[key]
+        if length is not None and start + length > len(body):
+            raise CorruptObjectError(f"{key}: ends at byte {len(body)}, expected {start + length}")
+        return body[start:] if length is None else body[start : start + length]
+
+    def size(self, key: Key) -> int:
+        """Return an object's length."""
+        if key not in self.objects:
+            raise MissingObjectError(key)
+        return len(self.objects[key])
+
+    def list(self, prefix: str) -> Iterator[Key]:
+        """Yield the keys that begin with ``prefix``."""
+        yield from sorted(key for key in self.objects if key.startswith(prefix))
+
+
+def _who() -> str:
+    process = PROCESS.get()
+    return process.name if process is not None else "world"

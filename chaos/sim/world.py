@@ -1,0 +1,253 @@
+"""The world of one history: nodes, store, network, broker, and who starts what has died."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Awaitable, Callable
+from pathlib import PurePosixPath
+from typing import TypeVar
+
+from toprope.chaos.sim.broker import Broker
+from toprope.chaos.sim.coordinator import Host
+from toprope.chaos.sim.disk import SimDisk
+from toprope.chaos.sim.loop import Process, SimLoop
+from toprope.chaos.sim.memory import SimMemory
+from toprope.chaos.sim.net import Net, NetError
+from toprope.chaos.sim.options import Options
+from toprope.chaos.sim.oracle import Oracle
+from toprope.chaos.sim.sidecar import SimSidecar
+from toprope.chaos.sim.store import SimStore
+from toprope.chaos.sim.trace import Trace
+from toprope.chaos.sim.trainer import Launch
+from toprope.coordinator.wire import Copy
+from toprope.store.digest import digest
+from toprope.store.names import Key
+
+T = TypeVar("T")
+JOB = "job"
+
+
+class Node:
+    """A machine: its memory and disk outlive its sidecar, its disk outlives a power cut."""
+
+    def __init__(self, world: World, name: str) -> None:
+        self.name = name
+        self.no_room = False
+        self.sidecar: SimSidecar | None = None
+        self.memory = SimMemory(world.loop.rng.randbytes(16).hex())
+        self._world = world
+        self.disk = self._new_disk()
+        self._lives = itertools.count(1)
+
+    def _new_disk(self) -> SimDisk:
+        disk = SimDisk(self._world.loop.rng)
+        disk.on_death = lambda: self._world.cut_power(self)
+        return disk
+
+    def lose_power(self) -> None:
+        """Lose memory, and what the disk had not made durable; or the disk too, as when the machine is replaced."""
+        rng = self._world.loop.rng
+        self.memory = SimMemory(rng.randbytes(16).hex())
+        self.disk.cut_power()
+        if rng.random() < 0.4:  # noqa: PLR2004 - now and then
+            self._world.trace.sometimes("a machine was replaced")
+            self.disk = self._new_disk()
+
+    def start(self) -> None:
+        """Start its sidecar."""
+        self.sidecar = SimSidecar(self._world, self, next(self._lives))
+        self.sidecar.start()
+
+    @property
+    def up(self) -> bool:
+        """Say whether its sidecar runs."""
+        return self.sidecar is not None and self.sidecar.process.alive
+
+    def bytes_at(self, path: str, size: int) -> bytes | None:
+        """Return the bytes of a file in memory or on the disk."""
+        if path.startswith("/local/"):
+            return self.local_bytes(path)
+        file = self.memory.at(path)
+        return bytes(file.data[:size]) if file is not None else None
+
+    def local_bytes(self, path: str) -> bytes | None:
+        """Return the bytes of a file of the local tier."""
+        name = PurePosixPath(path).name
+        return self.disk.read(name) if name in self.disk.names else None
+
+    def copy_bytes(self, copy: Copy) -> tuple[bytes | None, bool]:
+        """Return what lies where an inventory says that a copy is, and whether it was spoiled on purpose."""
+        match copy.tier:
+            case "object":
+                key = Key(copy.key)
+                return self._world.store.objects.get(key), key in self._world.store.corrupt
+            case "local":
+                return self.local_bytes(copy.key), PurePosixPath(copy.key).name in self.disk.flipped
+            case "memory" | "peer":
+                files = self.memory.slots if copy.tier == "memory" else self.memory.spares
+                place = (copy.attempt_uid, copy.step, copy.rank, copy.digest)
+                for file in files.values():
+                    page = file.page
+                    if (page.attempt_uid, page.step, page.rank, page.digest) == place:
+                        return bytes(file.data[: page.bytes]), file.flipped
+        return None, False
+
+
+class World:
+    """All of it."""
+
+    def __init__(self, loop: SimLoop, options: Options) -> None:
+        self.job = JOB
+        self.loop = loop
+        self.options = options
+        self.trace = Trace(loop.time)
+        self.net = Net(loop, options, self.trace)
+        self.store = SimStore(
+            loop, self.trace, fault=0.0, cut=lambda who: self.net.is_cut(who, "store") or self.net.is_cut("store", who)
+        )
+        self.oracle = Oracle(JOB, self.store, self.trace, stop=loop.stop)
+        self.broker = Broker(loop, self.net)
+        self.nodes = [Node(self, f"n{number}") for number in range(options.nodes)]
+        self.hosts: list[Host] = []
+        self.all_hosts: list[Host] = []
+        self.launch: Launch | None = None
+        self._numbers = itertools.count(1)
+        self._host_numbers = itertools.count(1)
+        self._launches = itertools.count(1)
+
+    def next_number(self) -> int:
+        """Return a number that was never given."""
+        return next(self._numbers)
+
+    # Who starts what has died
+
+    async def supervise(self) -> None:
+        """Keep a sidecar on each node, a coordinator, and a launch, as an orchestrator would."""
+        rng = self.loop.rng
+        async with asyncio.TaskGroup() as tasks:
+            for node in self.nodes:
+                tasks.create_task(self._keep_node(node))
+            tasks.create_task(self._keep_coordinator())
+            tasks.create_task(self._keep_launch())
+            await asyncio.sleep(rng.uniform(0.0, 0.1))
+
+    async def _keep_node(self, node: Node) -> None:
+        while True:
+            if not node.up:
+                await asyncio.sleep(self.loop.rng.uniform(0.1, 4.0) if node.sidecar is not None else 0.0)
+                node.start()
+                self.trace.note(node.name, "starts")
+            await asyncio.sleep(0.2)
+
+    async def _keep_coordinator(self) -> None:
+        while True:
+            self.hosts = [host for host in self.hosts if host.process.alive]
+            if all(host.process.held is not None for host in self.hosts):
+                await asyncio.sleep(self.loop.rng.uniform(0.5, 4.0) if self.hosts else 0.2)
+                self.add_coordinator()
+            await asyncio.sleep(0.5)
+
+    def add_coordinator(self) -> None:
+        """Start another coordinator."""
+        host = Host(self, next(self._host_numbers))
+        self.hosts.append(host)
+        self.all_hosts.append(host)
+        self.trace.note(host.name, "starts")
+        host.start()
+
+    async def _keep_launch(self) -> None:
+        while True:
+            if not all(node.up for node in self.nodes):
+                await asyncio.sleep(0.3)
+                continue
+            self.launch = launch = Launch(self, next(self._launches))
+            self.trace.note(f"l{launch.number}", "is launched")
+            launch.start()
+            await launch.over.wait()
+            await asyncio.sleep(self.loop.rng.uniform(0.05, 1.0))
+            launch.end()
+            await asyncio.sleep(self.loop.rng.uniform(0.1, 1.5))
+
+    # How processes reach each other
+
+    async def ask_sidecar(
+        self, source: str, url: str, work: Callable[[SimSidecar], Awaitable[T]], *, timeout_s: float
+    ) -> T:
+        """Return what the sidecar at ``url`` answers.
+
+        Raises:
+            NetError: it does not.
+        """
+        name = url.removeprefix("http://").partition(":")[0]
+        node = next((one for one in self.nodes if one.name == name), None)
+        car = node.sidecar if node is not None else None
+        if car is None or car.url != url:
+            raise NetError(f"{url}: connection refused")
+        return await self.net.call(
+            source, name, process=lambda: car.process, work=lambda: work(car), timeout_s=timeout_s
+        )
+
+    async def ask_coordinator(
+        self, source: str, url: str, work: Callable[[Host], Awaitable[T]], *, timeout_s: float
+    ) -> T:
+        """Return what the coordinator at ``url`` answers, or any that is there.
+
+        Raises:
+            NetError: none does.
+        """
+        hosts = [host for host in self.hosts if host.process.alive]
+        named = [host for host in hosts if host.url == url]
+        others = [host for host in hosts if host.url != url]
+        self.loop.rng.shuffle(others)
+        failure = NetError("no coordinator is there")
+        for host in (*named, *others):
+            try:
+                return await self.net.call(
+                    source, host.name, process=_process_of(host), work=_work_on(host, work), timeout_s=timeout_s
+                )
+            except NetError as error:
+                failure = error
+        raise failure
+
+    def can_be_restored(self) -> bool:
+        """Say whether all shards of a step of the lineage still lie somewhere as they were sealed.
+
+        Objects count when they are READY: of others a node that lost its memory knows nothing any more.
+        """
+        state = self.oracle.state
+        if any(state.restorable()):
+            return True
+        there: set[str] = set()
+        for node in self.nodes:
+            there |= {digest(bytes(file.data[: file.page.bytes])) for file in node.memory.files()}
+            there |= {digest(node.disk.read(n)) for n in node.disk.names if f"{n}.receipt" in node.disk.names}
+        ranks: dict[tuple[str, int], set[bool]] = {}
+        for (uid, step, _), found in self.oracle.golden.items():
+            ranks.setdefault((uid, step), set()).add(found in there)
+        return any(
+            whole == {True} and state.is_on_lineage(attempt_uid=uid, step=step) for (uid, step), whole in ranks.items()
+        )
+
+    # What befalls machines
+
+    def cut_power(self, node: Node) -> None:
+        """Kill all on a node, and lose what it can't keep."""
+        self.trace.note(node.name, "loses power")
+        self.trace.sometimes("a node lost power")
+        self.oracle.on_node_lost()
+        if node.sidecar is not None:
+            node.sidecar.process.kill()
+        if self.launch is not None:
+            for rank in self.launch.ranks:
+                if rank.node is node:
+                    rank.process.kill()
+        node.lose_power()
+
+
+def _process_of(host: Host) -> Callable[[], Process]:
+    return lambda: host.process
+
+
+def _work_on(host: Host, work: Callable[[Host], Awaitable[T]]) -> Callable[[], Awaitable[T]]:
+    return lambda: work(host)
