@@ -222,11 +222,12 @@ class World:
         for node in self.nodes:
             there |= {digest(bytes(file.data[: file.page.bytes])) for file in node.memory.files()}
             there |= {digest(node.disk.read(n)) for n in node.disk.names if f"{n}.receipt" in node.disk.names}
-        ranks: dict[tuple[str, int], set[bool]] = {}
-        for (uid, step, _), found in self.oracle.golden.items():
-            ranks.setdefault((uid, step), set()).add(found in there)
+        whole: dict[tuple[str, int], int] = {}
+        for (uid, step, _), sealed in self.oracle.golden.items():
+            whole[uid, step] = whole.get((uid, step), 0) + (sealed in there)
+        world = self.options.nodes * self.options.ranks_per_node
         return any(
-            whole == {True} and state.is_on_lineage(attempt_uid=uid, step=step) for (uid, step), whole in ranks.items()
+            count == world and state.is_on_lineage(attempt_uid=uid, step=step) for (uid, step), count in whole.items()
         )
 
     # What befalls machines
