@@ -37,15 +37,20 @@ class Journal:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Train as one rank."""
+    """Train as one rank.
+
+    DDP must be gone before its process group is: else it drops the last reference with the interpreter locked, waits
+    for gloo's threads to end, and one of them waits for the interpreter.
+    """
     with one_line_errors():
+        distributed.init_process_group("gloo", timeout=timedelta(seconds=100))
         _train(*arguments)
+        distributed.destroy_process_group()
 
 
 def _train(kind: str, steps: str, hooks: str, _: str, out: str) -> None:
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     journal = Journal(Path(out), rank)
-    distributed.init_process_group("gloo", timeout=timedelta(seconds=100))
     trainer = build(kind)
     checkpointer = Checkpointer(job=JOB, **trainer.named()) if hooks == "--hooks" else None
     first = 0 if checkpointer is None else checkpointer.restore()
@@ -60,7 +65,6 @@ def _train(kind: str, steps: str, hooks: str, _: str, out: str) -> None:
     if checkpointer is not None:
         checkpointer.close()
     _finish(trainer, Path(out), rank=rank, world=world, step=int(steps))
-    distributed.destroy_process_group()
 
 
 def end_step(checkpointer: Checkpointer, step: int) -> None:
