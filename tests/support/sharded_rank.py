@@ -28,6 +28,10 @@ from toprope.trainer_hooks.image import Image
 from toprope.trainer_hooks.spec import spec_of
 from toprope.trainer_hooks.state import Parts, Snapshot, capture
 
+_held: list[Trainer] = []
+"""Trainers that see the process group go. They last until the process ends without a clean-up: letting go of such a DDP
+waits for gloo's threads with the interpreter locked, and one of them waits for the interpreter."""
+
 
 def main(arguments: Sequence[str]) -> None:
     """Go through all scenarios; all ranks take the same way."""
@@ -50,6 +54,7 @@ def main(arguments: Sequence[str]) -> None:
     found["specs"] = {kind: spec_of(Parts(**trainers[kind].named())) for kind in ONE_MODEL}
     for trainer in trainers.values():
         trainer.step()
+    _held.extend(trainers.values())
     distributed.destroy_process_group()
     found["alone"] = {kind: len(scenarios.capture(trainer.named()).tensors) for kind, trainer in trainers.items()}
     (out / f"rank-{rank}.json").write_text(json.dumps(found))
