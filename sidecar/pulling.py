@@ -6,7 +6,6 @@ from toprope.sidecar.effects import Pull
 from toprope.sidecar.memory import DroppedError, Memory
 from toprope.sidecar.ports import PeerError, Ports
 from toprope.store.digest import digest
-from toprope.trainer_hooks.slot import Page, SlotState
 
 
 class WrongBytesError(Exception):
@@ -39,14 +38,4 @@ def pull(memory: Memory, ports: Ports, request: Pull) -> None:
         memory.check_header(view, shard)
     except DroppedError as error:
         raise PeerError(f"{request.url}: {error}") from error
-    page = Page(
-        state=SlotState.HASHED,
-        rank=shard.rank,
-        world=shard.world,
-        attempt=shard.attempt,
-        attempt_uid=shard.attempt_uid,
-        step=shard.step,
-        bytes=shard.bytes,
-        digest=shard.digest,
-    )
-    ports.pages.write(paths.page, page)
+    ports.pages.write(paths.page, shard.page())

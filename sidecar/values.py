@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from toprope.coordinator.wire import Cadence, Copy, Tier
-from toprope.trainer_hooks.slot import Page
+from toprope.trainer_hooks.slot import Page, SlotState
 
 SlowTier: TypeAlias = Literal["local", "object"]
 """A tier that may take fewer steps than are snapshot."""
@@ -76,6 +76,19 @@ class Shard:
             bytes=self.bytes,
             digest=self.digest,
             key=key,
+        )
+
+    def page(self) -> Page:
+        """Return the control page of a spare that holds this shard, verified."""
+        return Page(
+            state=SlotState.HASHED,
+            rank=self.rank,
+            world=self.world,
+            attempt=self.attempt,
+            attempt_uid=self.attempt_uid,
+            step=self.step,
+            bytes=self.bytes,
+            digest=self.digest,
         )
 
 

@@ -128,7 +128,7 @@ class Session:
             while True:
                 while self._heard:
                     frame = self._heard.popleft()
-                    if _answers(frame, kind, uid, phase):
+                    if wire.answers(frame, kind, uid=uid, phase=phase):
                         return frame  # type: ignore[return-value]
                 if not self._news.wait(max(0.0, end - time.monotonic())):
                     return None
@@ -170,15 +170,3 @@ class Session:
         self.welcome = None
         with self._news:
             self._news.notify_all()
-
-
-def _answers(frame: wire.Attempt | wire.Staged | wire.Go | wire.Error, kind: type, uid: str, phase: str) -> bool:
-    match frame:
-        case wire.Error():
-            return True
-        case wire.Attempt():
-            return kind is wire.Attempt and frame.launch_id == uid
-        case wire.Staged():
-            return kind is wire.Staged and frame.attempt_uid == uid
-        case wire.Go():
-            return frame.attempt_uid == uid and (not frame.ok or (kind is wire.Go and frame.phase == phase))

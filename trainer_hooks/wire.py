@@ -277,6 +277,24 @@ _NESTED: dict[tuple[str, str], type[Any]] = {
 }
 
 
+def answers(frame: FromSidecar, kind: type[FromSidecar], *, uid: str, phase: str) -> bool:
+    """Say whether a frame ends the wait for one of ``kind``: that frame, or the GO or ERROR that comes in its stead.
+
+    ``uid`` is that of the attempt, or for ATTEMPT the launch id; ``phase`` counts for GO only.
+    """
+    match frame:
+        case Error():
+            return True
+        case Attempt():
+            return kind is Attempt and frame.launch_id == uid
+        case Staged():
+            return kind is Staged and frame.attempt_uid == uid
+        case Go():
+            return frame.attempt_uid == uid and (not frame.ok or (kind is Go and frame.phase == phase))
+        case _:
+            return False
+
+
 def encode(frame: Frame) -> bytes:
     """Return the frame as length and JSON.
 

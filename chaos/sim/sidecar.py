@@ -405,16 +405,7 @@ class SimSidecar:
         except (NetError, _WrongError) as error:
             self.post(on.PullFailed(shard=shard, spare=effect.spare, reason=str(error)))
             return
-        file.page = Page(
-            state=SlotState.HASHED,
-            rank=shard.rank,
-            world=shard.world,
-            attempt=shard.attempt,
-            attempt_uid=shard.attempt_uid,
-            step=shard.step,
-            bytes=shard.bytes,
-            digest=shard.digest,
-        )
+        file.page = shard.page()
         file.flipped = False
         self.post(on.Pulled(shard=shard, spare=effect.spare))
         await self._acknowledge(effect, shard.digest)

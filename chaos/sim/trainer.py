@@ -251,7 +251,7 @@ class Rank:
                 while True:
                     while self._heard:
                         frame = self._heard.popleft()
-                        if _answers(frame, kind, uid, phase):
+                        if wire.answers(frame, kind, uid=uid, phase=phase):
                             return frame  # type: ignore[return-value]
                     self._news.clear()
                     await self._news.wait()
@@ -426,20 +426,6 @@ class Launch:
         """Return the step that all ranks train at, 0 while one does not."""
         ready = all(rank.in_training and rank.process.alive for rank in self.ranks)
         return min(rank.step for rank in self.ranks) if ready else 0
-
-
-def _answers(frame: wire.FromSidecar, kind: type, uid: str, phase: str) -> bool:
-    match frame:
-        case wire.Error():
-            return True
-        case wire.Attempt():
-            return kind is wire.Attempt and frame.launch_id == uid
-        case wire.Staged():
-            return kind is wire.Staged and frame.attempt_uid == uid
-        case wire.Go():
-            return frame.attempt_uid == uid and (not frame.ok or (kind is wire.Go and frame.phase == phase))
-        case _:
-            return False
 
 
 def _end(answer: object) -> Exception:
