@@ -1,6 +1,6 @@
 """The coordinator as a state machine: events in, effects out; no I/O, no clock, no chance.
 
-Its view is a function of the job log (``Journal``) and of what the nodes say (``Roll``). After each event it looks at
+Its view is a function of the job log (``LogView``) and of what the nodes say (``Roll``). After each event it looks at
 both and says how the job is wanted to be: which attempt in which phase, who holds copies, what is kept, what is to be
 read back, and which step goes to READY. Everything else here is about opening an attempt.
 """
@@ -31,7 +31,7 @@ from toprope.coordinator.events import (
     Ticked,
 )
 from toprope.coordinator.intents import OpenAttempt
-from toprope.coordinator.journal import Journal
+from toprope.coordinator.log_view import LogView
 from toprope.coordinator.readiness import HERE
 from toprope.coordinator.restore_choice import shards_of
 from toprope.coordinator.roll import Roll
@@ -42,9 +42,9 @@ from toprope.coordinator.wire import (
     Desired,
     Inventory,
     Kept,
+    Member,
     OpenAnswer,
     OpenRequest,
-    Place,
     Placement,
     RestoreShard,
 )
@@ -77,11 +77,11 @@ class _Opening:
 class Core:
     """One reign over one job."""
 
-    def __init__(self, settings: Settings, journal: Journal, *, now_s: float) -> None:
+    def __init__(self, settings: Settings, log_view: LogView, *, now_s: float) -> None:
         self.settings = settings
-        self.journal = journal
-        self.roll = Roll(job_uid=journal.state.job_uid)
-        self.term = journal.state.term
+        self.log_view = log_view
+        self.roll = Roll(job_uid=log_view.state.job_uid)
+        self.term = log_view.state.term
         self.progress = phases.Progress(phase="opened")
         self.desired: Desired | None = None
         self.unmet: dict[str, str] = {}
@@ -116,7 +116,7 @@ class Core:
             case Prepared():
                 return self._prepared(event)
             case LogMoved():
-                return self._log_moved(event.journal, event.now_s)
+                return self._log_moved(event.log_view, event.now_s)
             case OpenFailed():
                 return self._open_failed(event)
             case CommitFailed():
@@ -172,7 +172,7 @@ class Core:
         return self._say("info" if after.alive else "warning", f"alive {name}", text)
 
     def _seen_desired(self, seen: Desired) -> list[Effect]:
-        if seen.job_uid != self.journal.state.job_uid:
+        if seen.job_uid != self.log_view.state.job_uid:
             return []
         ours = (self.term, self.desired.version if self.desired is not None else 0)
         self._seen = (seen.term, seen.version)
@@ -191,11 +191,11 @@ class Core:
             for effect in self._probe(node.name)
         ]
 
-    def _log_moved(self, journal: Journal, now_s: float) -> list[Effect]:
-        before, after = self.journal.state, journal.state
+    def _log_moved(self, log_view: LogView, now_s: float) -> list[Effect]:
+        before, after = self.log_view.state, log_view.state
         if after.n <= before.n:
             return []
-        self.journal = journal
+        self.log_view = log_view
         effects: list[Effect] = []
         if after.attempt_number != before.attempt_number:
             self._forget_attempt(now_s)
@@ -204,8 +204,8 @@ class Core:
             effects += self._say(
                 "info", "attempt", f"attempt {attempt.attempt} opens at step {attempt.from_step}: {attempt.why}"
             )
-        if after.head != before.head and journal.ready_step > 0 and after.attempt_number == before.attempt_number:
-            effects += self._say("info", "ready", f"step {journal.ready_step} is READY")
+        if after.head != before.head and log_view.ready_step > 0 and after.attempt_number == before.attempt_number:
+            effects += self._say("info", "ready", f"step {log_view.ready_step} is READY")
         self.commits.moved(after.last_step)
         asked, view = self._opening, self._view()
         if asked is not None and view is not None and opening.key_of(asked.request) == (view.launch_id, view.round):
@@ -223,8 +223,8 @@ class Core:
 
     def _new_commits(self) -> Commits:
         return Commits(
-            attempt=self.journal.state.attempt,
-            last_step=self.journal.state.last_step,
+            attempt=self.log_view.state.attempt,
+            last_step=self.log_view.state.last_step,
             retry_s=self.settings.commit_retry_s,
             read_back_deadline_s=self.settings.read_back_deadline_s,
         )
@@ -233,9 +233,9 @@ class Core:
 
     def _asked(self, event: Asked) -> list[Effect]:
         request = event.request
-        refusal = opening.known(request, self.journal, self._view())
-        refusal = refusal or opening.misfit(request, self.journal, self.progress)
-        refusal = refusal or opening.refusal(request, self.journal, self.roll.all())
+        refusal = opening.known(request, self.log_view, self._view())
+        refusal = refusal or opening.misfit(request, self.log_view, self.progress)
+        refusal = refusal or opening.refusal(request, self.log_view, self.roll.all())
         if refusal is not None:
             return [Answer(request_id=event.request_id, answer=refusal)]
         if self._opening is not None:
@@ -248,11 +248,11 @@ class Core:
         return [self._prepare(request)]
 
     def _prepare(self, request: OpenRequest) -> Prepare:
-        struck = {*self.journal.state.struck, *opening.striking(request, self.journal, self.progress)}
+        struck = {*self.log_view.state.struck, *opening.striking(request, self.log_view, self.progress)}
         return Prepare(
             nodes=tuple((node.name, node.url) for node in self.roll.all()),
             ready_seqs=tuple(
-                seq for seq, ready in self.journal.state.restorable() if (ready.attempt_uid, ready.step) not in struck
+                seq for seq, ready in self.log_view.state.restorable() if (ready.attempt_uid, ready.step) not in struck
             ),
         )
 
@@ -266,13 +266,13 @@ class Core:
         lives = {answer.incarnation for answer in event.answers.values() if answer is not None}
         answered = tuple(node for node in self.roll.all() if node.inventory.incarnation in lives)
         decided: OpenAttempt | OpenAnswer | None = opening.hindrance(
-            asked.request, self.journal, self.roll.nodes, answered
+            asked.request, self.log_view, self.roll.nodes, answered
         )
         if decided is None:
             decided = opening.decide(
                 asked.request,
-                self.journal,
-                struck_now=opening.striking(asked.request, self.journal, self.progress),
+                self.log_view,
+                struck_now=opening.striking(asked.request, self.log_view, self.progress),
                 answered=answered,
                 objects=self.object_copies(),
                 offers=event.offers,
@@ -311,12 +311,12 @@ class Core:
 
     def _settled(self, now_s: float) -> bool:
         """Say whether enough was heard to speak: a coordinator that just began must not let go what it can't see."""
-        facts = self.journal.facts
+        facts = self.log_view.facts
         missing = facts is not None and any(one.node not in self.roll.nodes for one in facts.world)
         return not missing or self.desired is not None or now_s - self._started_s >= self.settings.settle_s
 
     def _steer_phase(self, now_s: float) -> list[Effect]:
-        attempt = self.journal.state.attempt
+        attempt = self.log_view.state.attempt
         if attempt is None:
             return []
         nodes = self.roll.all()
@@ -339,7 +339,7 @@ class Core:
         )
 
     def _steer_commit(self, now_s: float) -> list[Effect]:
-        return self.commits.steer(last_step=self.journal.state.last_step, readers=self._readers(), now_s=now_s)
+        return self.commits.steer(last_step=self.log_view.state.last_step, readers=self._readers(), now_s=now_s)
 
     def _readers(self) -> list[str]:
         return [node.name for node in self.roll.alive()]
@@ -349,7 +349,7 @@ class Core:
         keep, protected_step = self._steer_keep(now_s)
         wanted = Desired(
             job=self.settings.job,
-            job_uid=self.journal.state.job_uid,
+            job_uid=self.log_view.state.job_uid,
             term=self.term,
             version=0,
             url=self.settings.url,
@@ -362,7 +362,7 @@ class Core:
                 task for task in self.commits.tasks(readers=self._readers(), now_s=now_s) if task.node != HERE
             ),
             protected_step=protected_step,
-            ready_step=self.journal.ready_step,
+            ready_step=self.log_view.ready_step,
             refused=dict(sorted(self.roll.refused.items())),
         )
         version = self.desired.version if self.desired is not None else 0
@@ -395,7 +395,7 @@ class Core:
 
     def _ranks_by_node(self) -> dict[str, int]:
         count: dict[str, int] = {}
-        for member in self.journal.facts.world if self.journal.facts is not None else ():
+        for member in self.log_view.facts.world if self.log_view.facts is not None else ():
             node = self.roll.nodes.get(member.node)
             if node is not None and node.inventory.boot_id == member.boot_id:
                 count[member.node] = count.get(member.node, 0) + 1
@@ -403,16 +403,16 @@ class Core:
 
     def safety(self) -> protection.Safety | None:
         """Return what of the current attempt is safe in memory; None before the first."""
-        attempt = self.journal.state.attempt
+        attempt = self.log_view.state.attempt
         if attempt is None:
             return None
         return protection.assess(self.roll.alive(), attempt_uid=attempt.uid, world=attempt.world_size)
 
     def _steer_keep(self, now_s: float) -> tuple[tuple[Kept, ...], int]:
-        attempt, safety = self.journal.state.attempt, self.safety()
+        attempt, safety = self.log_view.state.attempt, self.safety()
         if attempt is None or safety is None:
             return self._keep, 0
-        source = self.journal.source
+        source = self.log_view.source
         before = self.desired.protected_step if self.desired is not None else 0
         if safety.protected_step > before:
             self.protected_at_s = now_s
@@ -430,33 +430,33 @@ class Core:
 
     def _dropped(self) -> tuple[Kept, ...]:
         """Return the steps of the current attempt that no one need keep waiting for."""
-        attempt, safety = self.journal.state.attempt, self.safety()
+        attempt, safety = self.log_view.state.attempt, self.safety()
         if attempt is None or safety is None:
             return ()
         return tuple(Kept(attempt_uid=attempt.uid, step=step) for step in safety.hopeless)
 
     def _view(self) -> AttemptView | None:
-        attempt, facts = self.journal.state.attempt, self.journal.facts
+        attempt, facts = self.log_view.state.attempt, self.log_view.facts
         if attempt is None or facts is None:
             return None
-        source = self.journal.source
+        source = self.log_view.source
         moving = self.progress.phase in ("opened", "staged")
         shards: tuple[RestoreShard, ...] = ()
         if source is not None and moving:
             shards = shards_of(
-                self.journal.source_digests,
+                self.log_view.source_digests,
                 attempt_uid=source[0],
                 step=source[1],
                 nodes=self.roll.alive(),
                 objects=self.object_copies(),
-                stored=self.journal.offer.shards if self.journal.offer is not None else (),
+                stored=self.log_view.offer.shards if self.log_view.offer is not None else (),
             )
         return AttemptView(
             number=attempt.attempt,
             uid=attempt.uid,
             launch_id=attempt.launch_id,
             round=attempt.round,
-            world=tuple(Place(rank=one.rank, node=one.node, boot_id=one.boot_id) for one in facts.world),
+            world=tuple(Member(rank=one.rank, node=one.node, boot_id=one.boot_id) for one in facts.world),
             source="fresh" if source is None else ("ready" if attempt.ready is not None else "held"),
             source_attempt_uid=source[0] if source is not None else "",
             from_step=attempt.from_step,

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from toprope.coordinator.journal import Journal
+from toprope.coordinator.log_view import LogView
 from toprope.coordinator.restore_choice import Offer
 from toprope.coordinator.wire import Desired, Inventory, OpenRequest, Presence, ReadBack
 
@@ -63,7 +63,7 @@ class Prepared:
 class LogMoved:
     """The log is longer than it was."""
 
-    journal: Journal
+    log_view: LogView
     now_s: float
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from toprope.coordinator import phases, spec
 from toprope.coordinator.intents import OpenAttempt, basis_of
-from toprope.coordinator.journal import Journal
+from toprope.coordinator.log_view import LogView
 from toprope.coordinator.restore_choice import Choice, NothingLeft, Offer, choose
 from toprope.coordinator.roll import Node
 from toprope.coordinator.wire import AttemptView, Copy, OpenAnswer, OpenRequest
@@ -24,7 +24,7 @@ def key_of(request: OpenRequest) -> tuple[str, int]:
     return request.launch_id, request.round
 
 
-def known(request: OpenRequest, journal: Journal, view: AttemptView | None) -> OpenAnswer | None:
+def known(request: OpenRequest, log_view: LogView, view: AttemptView | None) -> OpenAnswer | None:
     """Return the answer to a launch that was given an attempt before, unless it asks for another round."""
     if view is None:
         return None
@@ -33,40 +33,40 @@ def known(request: OpenRequest, journal: Journal, view: AttemptView | None) -> O
             return OpenAnswer(attempt=view)
         if request.round > view.round:
             return None
-    elif request.launch_id not in journal.launches():
+    elif request.launch_id not in log_view.launches():
         return None
     text = f"launch {request.launch_id[:8]} round {request.round} was superseded by attempt {view.number}"
     return OpenAnswer(code="superseded", text=text)
 
 
-def misfit(request: OpenRequest, journal: Journal, progress: phases.Progress) -> OpenAnswer | None:
+def misfit(request: OpenRequest, log_view: LogView, progress: phases.Progress) -> OpenAnswer | None:
     """Return the refusal of another round to a launch whose ranks are another trainer than the one that was saved.
 
     No source would fit it better, and none is struck off for its sake.
     """
-    attempt = journal.state.attempt
+    attempt = log_view.state.attempt
     if attempt is None or not progress.misfit or request.launch_id != attempt.launch_id:
         return None
     return OpenAnswer(code="refused", text=f"{progress.reason}; start it as the one that was saved")
 
 
-def refusal(request: OpenRequest, journal: Journal, nodes: Sequence[Node]) -> OpenAnswer | None:
+def refusal(request: OpenRequest, log_view: LogView, nodes: Sequence[Node]) -> OpenAnswer | None:
     """Return why a request can't be met, as far as the log and the request tell; ``nodes`` may be gone by now."""
-    job = journal.state.job
+    job = log_view.state.job
     if request.job != job:
         return OpenAnswer(code="refused", text=f"this coordinator serves job {job}, not {request.job}")
     if text := _malformed(request):
         return OpenAnswer(code="refused", text=text)
-    ranks = [place.rank for place in request.world]
+    ranks = [member.rank for member in request.world]
     if not ranks or ranks != list(range(len(ranks))):
         text = f"the world has ranks {ranks}; expected each of 0, 1, 2 and so on once, in order"
         return OpenAnswer(code="refused", text=text)
-    if journal.spec is not None and spec.name(request.spec) != journal.state.spec_sha256:
-        changed = spec.diff(journal.spec, request.spec)
+    if log_view.spec is not None and spec.name(request.spec) != log_view.state.spec_sha256:
+        changed = spec.diff(log_view.spec, request.spec)
         text = f"job {job} was started with another spec (- job, + this trainer, ~ job -> this trainer): {changed}"
         return OpenAnswer(code="spec-mismatch", text=text)
-    attempt = journal.state.attempt
-    if attempt is None or attempt.world_size == len(ranks) or not _was_saved(journal, nodes):
+    attempt = log_view.state.attempt
+    if attempt is None or attempt.world_size == len(ranks) or not _was_saved(log_view, nodes):
         return None
     text = f"the job was saved by {attempt.world_size} ranks and this launch has {len(ranks)}"
     return OpenAnswer(code="world-mismatch", text=f"{text}; start it with {attempt.world_size}")
@@ -76,31 +76,31 @@ def _malformed(request: OpenRequest) -> str:
     """Return which of the ids and names, which go into the log and into paths, is not one."""
     try:
         checked_hex(request.launch_id)
-        for place in request.world:
-            checked_id(place.node, what="node")
-            checked_hex(place.boot_id)
+        for member in request.world:
+            checked_id(member.node, what="node")
+            checked_hex(member.boot_id)
     except UsageError as error:
         return str(error)
     return "" if 0 <= request.round <= _ROUND_MAX else f"round {request.round} is not one of 0 to {_ROUND_MAX}"
 
 
-def _was_saved(journal: Journal, nodes: Sequence[Node]) -> bool:
-    attempt = journal.state.attempt
+def _was_saved(log_view: LogView, nodes: Sequence[Node]) -> bool:
+    attempt = log_view.state.attempt
     return (
-        journal.state.head is not None
-        or journal.source is not None
+        log_view.state.head is not None
+        or log_view.source is not None
         or (attempt is not None and any(node.copies(attempt.uid) for node in nodes))
     )
 
 
 def hindrance(
-    request: OpenRequest, journal: Journal, nodes: Mapping[str, Node], answered: Sequence[Node]
+    request: OpenRequest, log_view: LogView, nodes: Mapping[str, Node], answered: Sequence[Node]
 ) -> OpenAnswer | None:
     """Return why a launch must wait: a node of it did not answer, another world lives, or a node may hold more."""
     text = phases.misplaced(request.world, nodes, answered={node.name for node in answered})
     if text:
         return OpenAnswer(code="unavailable", text=text)
-    attempt = journal.state.attempt
+    attempt = log_view.state.attempt
     if attempt is None:
         return None
     for node in answered:
@@ -116,14 +116,14 @@ def hindrance(
     return None
 
 
-def striking(request: OpenRequest, journal: Journal, progress: phases.Progress) -> Mapping[tuple[str, int], str]:
+def striking(request: OpenRequest, log_view: LogView, progress: phases.Progress) -> Mapping[tuple[str, int], str]:
     """Return the source to strike off: that of an attempt that a rank failed, or that its own launch gave up.
 
     Ranks that only went silent, or that are another trainer than the one that was saved, say nothing against the
     source: the next launch may begin from it.
     """
-    attempt, source = journal.state.attempt, journal.source
-    if attempt is None or source is None or source in journal.state.struck:
+    attempt, source = log_view.state.attempt, log_view.source
+    if attempt is None or source is None or source in log_view.state.struck:
         return {}
     given_up = request.launch_id == attempt.launch_id and progress.phase != "applied"
     if not given_up and not progress.by_verdict:
@@ -133,7 +133,7 @@ def striking(request: OpenRequest, journal: Journal, progress: phases.Progress) 
 
 def decide(  # noqa: PLR0913 - all that a restore decision rests on
     request: OpenRequest,
-    journal: Journal,
+    log_view: LogView,
     *,
     struck_now: Mapping[tuple[str, int], str],
     answered: Sequence[Node],
@@ -142,7 +142,7 @@ def decide(  # noqa: PLR0913 - all that a restore decision rests on
     uid: str,
 ) -> OpenAttempt | OpenAnswer:
     """Return the attempt to open, with its restore decision, or that nothing is left to begin from."""
-    question = journal.question(world=len(request.world), offers=offers, striking=struck_now)
+    question = log_view.question(world=len(request.world), offers=offers, striking=struck_now)
     choice = choose(question, answered, objects)
     if isinstance(choice, NothingLeft):
         text = "checkpoints exist and none can be restored: " + "; ".join(choice.tried)
@@ -156,7 +156,7 @@ def decide(  # noqa: PLR0913 - all that a restore decision rests on
         held = Held(attempt_uid=choice.attempt_uid, step=choice.step)
         digests = choice.digests
     return OpenAttempt(
-        basis=basis_of(journal.state),
+        basis=basis_of(log_view.state),
         uid=uid,
         launch_id=request.launch_id,
         round=request.round,

@@ -69,11 +69,11 @@ class Overview(msgspec.Struct, frozen=True, kw_only=True):
 def overview(core: Core, *, broker: str, now_s: float) -> Overview:
     """Return what the coordinator knows."""
     safety = core.safety()
-    attempt = core.journal.state.attempt
+    attempt = core.log_view.state.attempt
     age_s = now_s - core.protected_at_s if attempt is not None else 0.0
     return Overview(
         job=core.settings.job,
-        job_uid=core.journal.state.job_uid,
+        job_uid=core.log_view.state.job_uid,
         term=core.term,
         url=core.settings.url,
         broker=broker,
@@ -93,13 +93,13 @@ def overview(core: Core, *, broker: str, now_s: float) -> Overview:
         nodes=tuple(_node(core, node, now_s) for node in core.roll.all()),
         protected_step=safety.protected_step if safety is not None else 0,
         protected_age_s=round(age_s, 1),
-        ready_step=core.journal.ready_step,
+        ready_step=core.log_view.ready_step,
         alarms=_alarms(core, safety, broker=broker, age_s=age_s),
     )
 
 
 def _ranks(core: Core, safety: Safety | None) -> tuple[RankLine, ...]:
-    facts, attempt = core.journal.facts, core.journal.state.attempt
+    facts, attempt = core.log_view.facts, core.log_view.state.attempt
     if safety is None or facts is None or attempt is None:
         return ()
     lines = []
@@ -145,7 +145,7 @@ def _node(core: Core, node: Node, now_s: float) -> NodeLine:
 
 def _alarms(core: Core, safety: Safety | None, *, broker: str, age_s: float) -> tuple[str, ...]:
     alarms = []
-    attempt = core.journal.state.attempt
+    attempt = core.log_view.state.attempt
     if core.progress.phase == "failed" and attempt is not None:
         alarms.append(f"attempt {attempt.attempt} failed: {core.progress.reason}")
     alarms += [f"node {node.name} does not answer" for node in core.roll.all() if not node.alive]
@@ -155,7 +155,7 @@ def _alarms(core: Core, safety: Safety | None, *, broker: str, age_s: float) -> 
     behind = _behind(core, safety)
     if behind and not core.unmet:
         alarms.append(f"protection is {behind} steps behind the ranks, and {age_s:.0f} s old")
-    unready = _lag(core, core.journal.ready_step, interval=core.settings.cadence.object_every)
+    unready = _lag(core, core.log_view.ready_step, interval=core.settings.cadence.object_every)
     if unready:
         alarms.append(f"READY is {unready} steps behind the ranks: is the object store full or away?")
     if broker == "away":
@@ -177,7 +177,7 @@ def _behind(core: Core, safety: Safety | None) -> int:
 
 def _lag(core: Core, reached: int, *, interval: int) -> int:
     """Return by how many steps something lags behind the ranks, when that is more than two intervals; else 0."""
-    attempt = core.journal.state.attempt
+    attempt = core.log_view.state.attempt
     if attempt is None:
         return 0
     steps = [

@@ -43,8 +43,8 @@ from toprope.coordinator.intents import (
     make_ready,
     make_spec,
 )
-from toprope.coordinator.journal import Journal
 from toprope.coordinator.log import Log
+from toprope.coordinator.log_view import LogView
 from toprope.coordinator.metrics import Metrics
 from toprope.coordinator.overview import Overview, overview
 from toprope.coordinator.ports import Ports
@@ -170,13 +170,13 @@ class Coordinator:
             cadence=self.config.cadence,
             verdict_deadline_s=self.config.verdict_deadline_s,
         )
-        journal = await self._journal()
+        log_view = await self._log_view()
         _LOG.info(
-            "job %s: elected for term %d; the log has %d records", journal.state.job, self._log.term, journal.state.n
+            "job %s: elected for term %d; the log has %d records", log_view.state.job, self._log.term, log_view.state.n
         )
         async with asyncio.TaskGroup() as tasks:
             self._tasks = tasks
-            self.core = Core(settings, journal, now_s=_now_s())
+            self.core = Core(settings, log_view, now_s=_now_s())
             self._post(Ticked(now_s=_now_s()))
             loops = [tasks.create_task(loop) for loop in (self._tick(), self._heartbeat(), self._publish())]
             if self.mqtt is not None:
@@ -228,8 +228,8 @@ class Coordinator:
 
     async def _log_moved(self) -> None:
         assert self.core is not None
-        if self._log.state.n != self.core.journal.state.n:
-            self._post(LogMoved(journal=await self._journal(), now_s=_now_s()))
+        if self._log.state.n != self.core.log_view.state.n:
+            self._post(LogMoved(log_view=await self._log_view(), now_s=_now_s()))
 
     # --- doing -----------------------------------------------------------------------------------------------------
 
@@ -355,20 +355,20 @@ class Coordinator:
 
     # --- what records name -----------------------------------------------------------------------------------------
 
-    async def _journal(self) -> Journal:
+    async def _log_view(self) -> LogView:
         state = self._log.state
         attempt = state.attempt
-        before = self.core.journal if self.core is not None else None
+        before = self.core.log_view if self.core is not None else None
         wanted = before.spec if before is not None else None
         if state.spec_sha256 is not None and wanted is None:
             wanted = json.loads(await self._facts(state.spec_sha256))
         if attempt is None:
-            return Journal(state=state, spec=wanted)
+            return LogView(state=state, spec=wanted)
         if before is not None and before.state.attempt == attempt:
-            return Journal(state=state, spec=wanted, facts=before.facts, offer=before.offer)
+            return LogView(state=state, spec=wanted, facts=before.facts, offer=before.offer)
         facts = msgspec.json.decode(await self._facts(attempt.facts_sha256), type=AttemptFacts)
         offer = await self._offer(attempt.ready) if attempt.ready is not None else None
-        return Journal(state=state, spec=wanted, facts=facts, offer=offer)
+        return LogView(state=state, spec=wanted, facts=facts, offer=offer)
 
     async def _facts(self, sha256: str) -> bytes:
         key = facts_key(self.config.job, sha256)

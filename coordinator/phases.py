@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from toprope.coordinator.roll import Node
-from toprope.coordinator.wire import Place, RankVerdict
+from toprope.coordinator.wire import Member, RankVerdict
 
 Phase: TypeAlias = Literal["opened", "staged", "applied", "failed"]
 
@@ -87,17 +87,17 @@ def _failed(now: Progress, said: Mapping[int, tuple[str, RankVerdict]]) -> Progr
     return Progress(phase="failed", reason=reason, by_verdict=not misfit, misfit=misfit)
 
 
-def misplaced(world: Sequence[Place], nodes: Mapping[str, Node], *, answered: Container[str]) -> str:
+def misplaced(world: Sequence[Member], nodes: Mapping[str, Node], *, answered: Container[str]) -> str:
     """Return why a world can't be served yet: a node of it is not known, did not answer, or has other memory now."""
-    for place in world:
-        node = nodes.get(place.node)
+    for member in world:
+        node = nodes.get(member.node)
         if node is None:
-            return f"node {place.node} of rank {place.rank} has not been heard by the coordinator yet"
-        if place.node not in answered:
-            return f"node {place.node} of rank {place.rank} does not answer the coordinator at {node.url}"
-        if node.inventory.boot_id != place.boot_id:
+            return f"node {member.node} of rank {member.rank} has not been heard by the coordinator yet"
+        if member.node not in answered:
+            return f"node {member.node} of rank {member.rank} does not answer the coordinator at {node.url}"
+        if node.inventory.boot_id != member.boot_id:
             return (
-                f"rank {place.rank} says that node {place.node} has boot id {place.boot_id}; "
+                f"rank {member.rank} says that node {member.node} has boot id {member.boot_id}; "
                 f"the coordinator knows it with {node.inventory.boot_id}"
             )
     return ""

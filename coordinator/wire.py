@@ -133,7 +133,7 @@ class Presence(_Document, frozen=True, kw_only=True):
     alive: bool
 
 
-class Place(_Document, frozen=True, kw_only=True):
+class Member(_Document, frozen=True, kw_only=True):
     """Where a rank sits."""
 
     rank: int
@@ -171,7 +171,7 @@ class AttemptView(_Document, frozen=True, kw_only=True):
     uid: str
     launch_id: str
     round: int
-    world: tuple[Place, ...]
+    world: tuple[Member, ...]
     source: Literal["fresh", "ready", "held"]
     source_attempt_uid: str
     from_step: int
@@ -244,7 +244,7 @@ class OpenRequest(_Document, frozen=True, kw_only=True):
     job: str
     launch_id: str
     round: int
-    world: tuple[Place, ...]
+    world: tuple[Member, ...]
     spec: dict[str, Any]
     versions: dict[str, str]
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias, assert_never
 
-from toprope.coordinator.wire import AttemptView, Desired, OpenRequest, Place, RankVerdict, Skip
+from toprope.coordinator.wire import AttemptView, Desired, Member, OpenRequest, RankVerdict, Skip
 from toprope.sidecar import effects as do
 from toprope.sidecar import events as on
 from toprope.sidecar.effects import Effect
@@ -138,7 +138,7 @@ class Conversation:
         return []
 
     def _on_open(self, trainer: Trainer, frame: wire.Open) -> list[Effect]:
-        world = tuple(Place(rank=place.rank, node=place.node, boot_id=place.boot_id) for place in frame.world)
+        world = tuple(Member(rank=member.rank, node=member.node, boot_id=member.boot_id) for member in frame.world)
         request = OpenRequest(
             job=self.me.job,
             launch_id=frame.launch_id,

@@ -196,7 +196,7 @@ def _disagreement(head: bytes, index: Index) -> str | None:
 
 
 def _places(header: Header) -> set[tuple[str, str, tuple[int, ...], int, int]]:
-    return {(place.name, place.dtype, place.shape, place.begin, place.end) for place in header.places}
+    return {(extent.name, extent.dtype, extent.shape, extent.begin, extent.end) for extent in header.extents}
 
 
 def _tensors(index: Index) -> set[tuple[str, str, tuple[int, ...], int, int]]:

@@ -77,7 +77,7 @@ class Identity:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class Extent:
     """A tensor of an image: bytes ``begin`` to ``end`` from the start of the file, as the header describes them."""
 
     name: str
@@ -89,16 +89,16 @@ class Place:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Header:
-    """The header of an image. ``bytes`` is where its data begins; ``places`` are in the order of the file."""
+    """The header of an image. ``bytes`` is where its data begins; ``extents`` are in the order of the file."""
 
     bytes: int
-    places: tuple[Place, ...]
+    extents: tuple[Extent, ...]
     metadata: dict[str, str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HashedImage:
-    """An image with its digest and that of each tensor, in the order of ``header.places``."""
+    """An image with its digest and that of each tensor, in the order of ``header.extents``."""
 
     header: Header
     identity: Identity
@@ -141,12 +141,12 @@ def parse_header(head: bytes | memoryview, *, size: int, name: str) -> Header:
         entries = msgspec.convert(fields, dict[str, _Entry])
     except (ValueError, KeyError, RecursionError) as error:
         raise _not_an_image(name, f"its header is not one of safetensors: {error}") from error
-    places = sorted(
-        (_place(tensor, entry, begins_at=length, name=name) for tensor, entry in entries.items()),
-        key=lambda place: (place.begin, place.end),
+    extents = sorted(
+        (_extent(tensor, entry, begins_at=length, name=name) for tensor, entry in entries.items()),
+        key=lambda extent: (extent.begin, extent.end),
     )
-    _check_contiguous(places, begin=length, size=size, name=name)
-    return Header(bytes=length, places=tuple(places), metadata=metadata)
+    _check_contiguous(extents, begin=length, size=size, name=name)
+    return Header(bytes=length, extents=tuple(extents), metadata=metadata)
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -156,7 +156,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _place(tensor: str, entry: _Entry, *, begins_at: int, name: str) -> Place:
+def _extent(tensor: str, entry: _Entry, *, begins_at: int, name: str) -> Extent:
     item_bytes = ITEM_BYTES.get(entry.dtype)
     if item_bytes is None:
         raise _not_an_image(
@@ -172,15 +172,17 @@ def _place(tensor: str, entry: _Entry, *, begins_at: int, name: str) -> Place:
         raise _not_an_image(
             name, f"tensor {tensor[:80]!r} lies at {begin} to {end}, but its shape and dtype take {wanted} bytes"
         )
-    return Place(name=tensor, dtype=entry.dtype, shape=tuple(entry.shape), begin=begins_at + begin, end=begins_at + end)
+    return Extent(
+        name=tensor, dtype=entry.dtype, shape=tuple(entry.shape), begin=begins_at + begin, end=begins_at + end
+    )
 
 
-def _check_contiguous(places: list[Place], *, begin: int, size: int, name: str) -> None:
+def _check_contiguous(extents: list[Extent], *, begin: int, size: int, name: str) -> None:
     at = begin
-    for place in places:
-        if place.begin != at:
-            raise _not_an_image(name, f"tensor {place.name[:80]!r} begins at byte {place.begin}, expected {at}")
-        at = place.end
+    for extent in extents:
+        if extent.begin != at:
+            raise _not_an_image(name, f"tensor {extent.name[:80]!r} begins at byte {extent.begin}, expected {at}")
+        at = extent.end
     if at != size:
         raise _not_an_image(name, f"its tensors end at byte {at}, but it has {size} bytes")
 
@@ -202,7 +204,7 @@ def identity_of(header: Header, *, name: str) -> Identity:
         numbers[field] = int(text)
     if not numbers["rank"] < numbers["world"]:
         raise _not_an_image(name, f"it is of rank {numbers['rank']} in a world of {numbers['world']}")
-    if not any(place.name == metadata.get("document") and place.dtype == "U8" for place in header.places):
+    if not any(extent.name == metadata.get("document") and extent.dtype == "U8" for extent in header.extents):
         raise _not_an_image(name, f"its document {metadata.get('document', '')[:80]!r} is not among its byte tensors")
     return Identity(job_uid=metadata.get("job_uid", ""), attempt_uid=metadata.get("attempt_uid", ""), **numbers)
 
@@ -218,10 +220,10 @@ def hash_image(view: memoryview, *, name: str) -> HashedImage:
     whole = Hasher()
     whole.update(view[: header.bytes])
     digests = []
-    for place in header.places:
+    for extent in header.extents:
         own = Hasher()
-        for begin in range(place.begin, place.end, _CACHED_BYTES):
-            chunk = view[begin : min(begin + _CACHED_BYTES, place.end)]
+        for begin in range(extent.begin, extent.end, _CACHED_BYTES):
+            chunk = view[begin : min(begin + _CACHED_BYTES, extent.end)]
             whole.update(chunk)
             own.update(chunk)
         digests.append(own.hexdigest())
@@ -240,20 +242,20 @@ def index_of(image: HashedImage, *, key: Key) -> Index:
     Raises:
         CorruptObjectError: a ``piece:`` entry of its metadata is wrong.
     """
-    pieces = {place.name: _piece_of(place, image.header.metadata, name=key) for place in image.header.places}
+    pieces = {extent.name: _piece_of(extent, image.header.metadata, name=key) for extent in image.header.extents}
     tensors = tuple(
         Tensor(
-            name=place.name,
-            dtype=place.dtype,
-            shape=place.shape,
-            global_shape=pieces[place.name].global_shape,
-            offsets=pieces[place.name].offsets,
+            name=extent.name,
+            dtype=extent.dtype,
+            shape=extent.shape,
+            global_shape=pieces[extent.name].global_shape,
+            offsets=pieces[extent.name].offsets,
             file=0,
-            begin=place.begin,
-            end=place.end,
+            begin=extent.begin,
+            end=extent.end,
             digest=digest,
         )
-        for place, digest in zip(image.header.places, image.tensor_digests, strict=True)
+        for extent, digest in zip(image.header.extents, image.tensor_digests, strict=True)
     )
     identity = image.identity
     return Index(
@@ -268,19 +270,19 @@ def index_of(image: HashedImage, *, key: Key) -> Index:
     )
 
 
-def _piece_of(place: Place, metadata: dict[str, str], *, name: str) -> Piece:
-    text = metadata.get(f"piece:{place.name}")
+def _piece_of(extent: Extent, metadata: dict[str, str], *, name: str) -> Piece:
+    text = metadata.get(f"piece:{extent.name}")
     if text is None:
-        return Piece(global_shape=place.shape, offsets=(0,) * len(place.shape))
+        return Piece(global_shape=extent.shape, offsets=(0,) * len(extent.shape))
     try:
         piece = msgspec.json.decode(text, type=Piece)
     except msgspec.DecodeError as error:
-        raise _not_an_image(name, f"piece:{place.name[:80]} is wrong: {error}") from error
-    if not len(piece.global_shape) == len(piece.offsets) == len(place.shape) or not all(
+        raise _not_an_image(name, f"piece:{extent.name[:80]} is wrong: {error}") from error
+    if not len(piece.global_shape) == len(piece.offsets) == len(extent.shape) or not all(
         0 <= offset <= offset + extent <= whole
-        for offset, extent, whole in zip(piece.offsets, place.shape, piece.global_shape, strict=True)
+        for offset, extent, whole in zip(piece.offsets, extent.shape, piece.global_shape, strict=True)
     ):
-        raise _not_an_image(name, f"piece:{place.name[:80]} does not lie inside its tensor")
+        raise _not_an_image(name, f"piece:{extent.name[:80]} does not lie inside its tensor")
     return piece
 
 

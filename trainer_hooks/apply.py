@@ -114,14 +114,14 @@ def _entry_problems(loaded: Loaded) -> Iterable[str]:
         image = loaded.images.get(entry["rank"])
         if image is None:
             yield f"{entry['name']}: the shard of rank {entry['rank']} was not given"
-        elif entry["name"] not in image.places:
+        elif entry["name"] not in image.extents:
             yield f"{entry['name']}: not in the shard of rank {entry['rank']}"
 
 
 def _mesh_problems(loaded: Loaded) -> Iterable[str]:
     """Name each tensor that was spread over a mesh that no parameter here is on, or that is not the block it should."""
     for entry in _entries(loaded.document):
-        spread, found = loaded.spread(entry), loaded.images[entry["rank"]].places[entry["name"]].shape
+        spread, found = loaded.spread(entry), loaded.images[entry["rank"]].extents[entry["name"]].shape
         if spread is None:
             continue
         held = tuple(end - begin for begin, end in block_of(spread))
@@ -183,8 +183,8 @@ def _kept(model: ModelState) -> dict[str, torch.Tensor]:
 
 
 def _form_problems(loaded: Loaded, name: str, entry: dict[str, Json], live: torch.Tensor) -> Iterable[str]:
-    place = loaded.images[entry["rank"]].places[entry["name"]]
-    shape, spread, dtensor = place.shape, loaded.spread(entry), as_dtensor(live)
+    extent = loaded.images[entry["rank"]].extents[entry["name"]]
+    shape, spread, dtensor = extent.shape, loaded.spread(entry), as_dtensor(live)
     if spread is not None or dtensor is not None:
         if (problem := _spread_problem(spread, live, rank=loaded.rank)) is not None:
             yield f"{name}: {problem}"
@@ -194,8 +194,8 @@ def _form_problems(loaded: Loaded, name: str, entry: dict[str, Json], live: torc
         yield f"{name}: another part of what FSDP flattened than here; the wrapping or the number of ranks differs"
     if shape != tuple(live.shape):
         yield f"{name}: shape {shape} in the checkpoint, {tuple(live.shape)} here"
-    if place.dtype != live.dtype:
-        yield f"{name}: {place.dtype} in the checkpoint, {live.dtype} here"
+    if extent.dtype != live.dtype:
+        yield f"{name}: {extent.dtype} in the checkpoint, {live.dtype} here"
 
 
 def _spread_problem(saved: Spread | None, live: torch.Tensor, *, rank: int) -> str | None:

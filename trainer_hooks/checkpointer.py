@@ -132,13 +132,13 @@ class Checkpointer:
         world = self._world
         launch_id = str(world.broadcast(own_launch_id()))
         _warn_of_regrouping(self._parts.models(), world.size)
-        places = self._places(launch_id)
-        if places is None:
+        members = self._members(launch_id)
+        if members is None:
             logger.warning("no sidecar, and fresh_ok: training begins at step 0 and nothing is saved")
             return self._begin(0)
         assert self._session is not None
         restorer = Restorer(self._session, self._parts, world, launch_id, spec_of(self._parts))
-        attempt = restorer.restore(places)
+        attempt = restorer.restore(members)
         self._sources = restorer.staged
         self._saver = Saver(
             self._session,
@@ -155,7 +155,7 @@ class Checkpointer:
         self._next_step = step + 1
         return step
 
-    def _places(self, launch_id: str) -> tuple[wire.Place, ...] | None:
+    def _members(self, launch_id: str) -> tuple[wire.Member, ...] | None:
         """Return where all ranks sit; None to go on without a sidecar."""
 
         def greet() -> dict[str, Any]:
@@ -171,7 +171,7 @@ class Checkpointer:
         answers = agree(self._world, greet)
         if not all(answers):
             return None
-        return tuple(wire.Place(rank=rank, **answer) for rank, answer in enumerate(answers))
+        return tuple(wire.Member(rank=rank, **answer) for rank, answer in enumerate(answers))
 
     def _connected(self, launch_id: str) -> Session:
         if self._session is None:

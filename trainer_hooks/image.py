@@ -84,7 +84,7 @@ def _refusal(tensor: torch.Tensor) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class Extent:
     """Where a tensor lies: ``begin`` counts from the end of the header."""
 
     name: str
@@ -104,9 +104,9 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The layout of an image. It fits a snapshot as long as ``places`` and ``pieces`` do."""
+    """The layout of an image. It fits a snapshot as long as ``extents`` and ``pieces`` do."""
 
-    places: tuple[Place, ...]
+    extents: tuple[Extent, ...]
     header_bytes: int
     tensor_bytes: int
     pieces: Mapping[str, Piece]
@@ -117,11 +117,11 @@ class Plan:
 
     def fits(self, tensors: Mapping[str, torch.Tensor], pieces: Mapping[str, Piece]) -> bool:
         """Say whether this plan is one for these tensors."""
-        if len(tensors) != len(self.places) or pieces != self.pieces:
+        if len(tensors) != len(self.extents) or pieces != self.pieces:
             return False
-        for place in self.places:
-            tensor = tensors.get(place.name)
-            if tensor is None or tensor.dtype is not place.dtype or tuple(tensor.shape) != place.shape:
+        for extent in self.extents:
+            tensor = tensors.get(extent.name)
+            if tensor is None or tensor.dtype is not extent.dtype or tuple(tensor.shape) != extent.shape:
                 return False
         return True
 
@@ -137,31 +137,31 @@ def plan_image(
         UnsupportedLeafError: no reader would accept an image of these tensors.
     """
     ordered = sorted(tensors.items(), key=lambda item: (-item[1].dtype.itemsize, item[0]))
-    places, offset = [], 0
+    extents, offset = [], 0
     for name, tensor in ordered:
         size = tensor.numel() * tensor.dtype.itemsize
-        places.append(Place(name, tensor.dtype, tuple(tensor.shape), offset, size))
+        extents.append(Extent(name, tensor.dtype, tuple(tensor.shape), offset, size))
         offset += size
     widest = {key: value if not value.isdecimal() else str(_WIDEST) for key, value in metadata.items()}
-    header = _header_json(Plan(tuple(places), 0, offset, pieces), _WIDEST, widest)
+    header = _header_json(Plan(tuple(extents), 0, offset, pieces), _WIDEST, widest)
     padded_bytes = -(-(len(header) + _LENGTH.size) // _ALIGNED) * _ALIGNED - _LENGTH.size
-    _check_limits(places, padded_bytes)
-    return Plan(tuple(places), padded_bytes, offset, pieces)
+    _check_limits(extents, padded_bytes)
+    return Plan(tuple(extents), padded_bytes, offset, pieces)
 
 
-def _check_limits(places: Sequence[Place], size: int) -> None:
-    if len(places) >= MAX_TENSORS or size > MAX_HEADER_BYTES:  # the document is a tensor as well
+def _check_limits(extents: Sequence[Extent], size: int) -> None:
+    if len(extents) >= MAX_TENSORS or size > MAX_HEADER_BYTES:  # the document is a tensor as well
         raise UnsupportedLeafError.at(
             "the state of this rank",
-            f"{len(places)} tensors with a header of {size} bytes; less than {MAX_TENSORS} with {MAX_HEADER_BYTES} "
+            f"{len(extents)} tensors with a header of {size} bytes; less than {MAX_TENSORS} with {MAX_HEADER_BYTES} "
             "can be kept",
         )
-    for place in places:
-        dimensions = len(place.shape) + (place.dtype in _AS_BYTES)
-        if dimensions > MAX_DIMENSIONS or len(place.name) > MAX_NAME_CHARACTERS:
+    for extent in extents:
+        dimensions = len(extent.shape) + (extent.dtype in _AS_BYTES)
+        if dimensions > MAX_DIMENSIONS or len(extent.name) > MAX_NAME_CHARACTERS:
             raise UnsupportedLeafError.at(
-                place.name[:80],
-                f"a tensor of {dimensions} dimensions with a name of {len(place.name)} characters; at most "
+                extent.name[:80],
+                f"a tensor of {dimensions} dimensions with a name of {len(extent.name)} characters; at most "
                 f"{MAX_DIMENSIONS} and {MAX_NAME_CHARACTERS} can be kept",
             )
 
@@ -176,17 +176,17 @@ def header_bytes(plan: Plan, document_bytes: int, metadata: Mapping[str, str]) -
 def _header_json(plan: Plan, document_bytes: int, metadata: Mapping[str, str]) -> bytes:
     described: dict[str, str] = {"format": FORMAT, "document": DOCUMENT, **metadata}
     header: dict[str, Any] = {"__metadata__": described}
-    for place in plan.places:
-        stored = _SAFETENSORS.get(place.dtype)
-        item = [] if stored else [place.dtype.itemsize]
-        offsets = [place.begin, place.begin + place.bytes]
-        header[place.name] = {"dtype": stored or "U8", "shape": [*place.shape, *item], "data_offsets": offsets}
+    for extent in plan.extents:
+        stored = _SAFETENSORS.get(extent.dtype)
+        item = [] if stored else [extent.dtype.itemsize]
+        offsets = [extent.begin, extent.begin + extent.bytes]
+        header[extent.name] = {"dtype": stored or "U8", "shape": [*extent.shape, *item], "data_offsets": offsets}
         if not stored:
-            described[f"dtype:{place.name}"] = _AS_BYTES[place.dtype]
-        piece = plan.pieces.get(place.name)
+            described[f"dtype:{extent.name}"] = _AS_BYTES[extent.dtype]
+        piece = plan.pieces.get(extent.name)
         if piece is not None:
             lies = {"global_shape": [*piece.global_shape, *item], "offsets": [*piece.offsets, *(0 for _ in item)]}
-            described[f"piece:{place.name}"] = json.dumps(lies, separators=(",", ":"))
+            described[f"piece:{extent.name}"] = json.dumps(lies, separators=(",", ":"))
     offsets = [plan.tensor_bytes, plan.tensor_bytes + document_bytes]
     header[DOCUMENT] = {"dtype": "U8", "shape": [document_bytes], "data_offsets": offsets}
     return json.dumps(header, separators=(",", ":")).encode()
@@ -246,8 +246,8 @@ def write_image(
     start = _LENGTH.size + plan.header_bytes
     target.put(0, header_bytes(plan, len(document), metadata))
     with _device_at_rest(tensors):
-        for place in plan.places:
-            target.put_tensor(start + place.begin, tensors[place.name])
+        for extent in plan.extents:
+            target.put_tensor(start + extent.begin, tensors[extent.name])
     target.put(start + plan.tensor_bytes, document)
     return plan.image_bytes(len(document))
 
@@ -296,9 +296,9 @@ class Image:
         if self.metadata["format"] != FORMAT:
             raise ValueError(f"format {self.metadata['format']}; this version reads format {FORMAT}")
         self._start = _LENGTH.size + header_length
-        self.places = {name: self._place(name, entry, length) for name, entry in header.items()}
+        self.extents = {name: self._extent(name, entry, length) for name, entry in header.items()}
 
-    def _place(self, name: str, entry: dict[str, Any], length: int) -> Place:
+    def _extent(self, name: str, entry: dict[str, Any], length: int) -> Extent:
         true_type = self.metadata.get(f"dtype:{name}")
         dtype = _BY_NAME[true_type or entry["dtype"]]
         shape = tuple(entry["shape"][:-1] if true_type else entry["shape"])
@@ -308,7 +308,7 @@ class Image:
             size *= extent
         if not 0 <= begin <= end <= length - self._start or end - begin != size:
             raise ValueError(f"{name} lies at {begin} to {end}, and its shape and dtype take {size} bytes")
-        return Place(name, dtype, shape, begin, size)
+        return Extent(name, dtype, shape, begin, size)
 
     def document(self) -> Any:  # noqa: ANN401 - JSON, which the decoder checks
         """Return the document.
@@ -316,23 +316,23 @@ class Image:
         Raises:
             StateMismatchError: there is none, or it is not JSON.
         """
-        place = self.places.get(DOCUMENT)
-        if place is None:
+        extent = self.extents.get(DOCUMENT)
+        if extent is None:
             raise StateMismatchError(f"{self.path}: no {DOCUMENT}")
-        begin = self._start + place.begin
+        begin = self._start + extent.begin
         try:
-            return json.loads(self._map[begin : begin + place.bytes])
+            return json.loads(self._map[begin : begin + extent.bytes])
         except ValueError as error:
             raise StateMismatchError(f"{self.path}: {DOCUMENT} is not JSON: {error}") from error
 
     def tensor(self, name: str) -> torch.Tensor:
-        """Return the tensor of this name, which must be in ``places``."""
-        place = self.places[name]
-        if place.bytes == 0:
-            return torch.empty(place.shape, dtype=place.dtype)
+        """Return the tensor of this name, which must be in ``extents``."""
+        extent = self.extents[name]
+        if extent.bytes == 0:
+            return torch.empty(extent.shape, dtype=extent.dtype)
         raw = torch.frombuffer(
-            memoryview(self._map), dtype=torch.uint8, offset=self._start + place.begin, count=place.bytes
+            memoryview(self._map), dtype=torch.uint8, offset=self._start + extent.begin, count=extent.bytes
         )
-        if raw.data_ptr() % place.dtype.itemsize:
+        if raw.data_ptr() % extent.dtype.itemsize:
             raw = raw.clone()  # an image that others wrote
-        return raw.view(place.dtype).reshape(place.shape)
+        return raw.view(extent.dtype).reshape(extent.shape)

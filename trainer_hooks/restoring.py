@@ -87,14 +87,14 @@ class Restorer:
     staged: tuple[wire.StagedShard, ...] = ()
     """The shards that the attempt began from, each with the tier and node that it came from."""
 
-    def restore(self, places: tuple[wire.Place, ...]) -> wire.Attempt:
+    def restore(self, members: tuple[wire.Member, ...]) -> wire.Attempt:
         """Return the attempt that this process is now in, its source applied.
 
         Raises:
             HookError: nothing could be restored, and why.
         """
         for _ in range(MAX_ROUNDS):
-            attempt = self._opened(places)
+            attempt = self._opened(members)
             try:
                 self._enter(attempt)
             except _NextRound as reason:
@@ -104,13 +104,13 @@ class Restorer:
             return attempt
         raise RestoreError(f"no attempt could begin in {MAX_ROUNDS} rounds")
 
-    def _opened(self, places: tuple[wire.Place, ...]) -> wire.Attempt:
+    def _opened(self, members: tuple[wire.Member, ...]) -> wire.Attempt:
         """Return the attempt of this round: rank 0 asks, all get the same answer."""
         answer: dict[str, Any] = {}
         if self.world.rank == 0:
             answered = self._ask(
                 wire.Open(
-                    launch_id=self.launch_id, round=next_round(), world=places, spec=self.spec, versions=versions()
+                    launch_id=self.launch_id, round=next_round(), world=members, spec=self.spec, versions=versions()
                 )
             )
             answer = {"kind": answered.kind, **asdict(answered)}

@@ -45,7 +45,7 @@ class WireError(Exception):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class Member:
     """Where a rank sits: its node, and the boot id that names the node's memory."""
 
     rank: int
@@ -100,7 +100,7 @@ class Open:
     kind: ClassVar[str] = "OPEN"
     launch_id: str
     round: int
-    world: tuple[Place, ...]
+    world: tuple[Member, ...]
     spec: dict[str, Any]
     versions: dict[str, str]
 
@@ -270,7 +270,7 @@ _FRAMES: dict[str, type[Any]] = {
     )
 }
 _NESTED: dict[tuple[str, str], type[Any]] = {
-    ("OPEN", "world"): Place,
+    ("OPEN", "world"): Member,
     ("STAGED", "shards"): StagedShard,
     ("ATTEMPT", "schedule"): Schedule,
     ("DESIRED", "schedule"): Schedule,
@@ -364,5 +364,5 @@ def _check_types(built: Any) -> None:  # noqa: ANN401 - any frame or value in it
         if wanted is not None and type(value) is not wanted:
             raise WireError(f"{type(built).__name__}.{field.name} is {value!r}; expected {field.type}")
         for item in value if isinstance(value, tuple) else (value,):
-            if isinstance(item, (Place, StagedShard, Schedule)):
+            if isinstance(item, (Member, StagedShard, Schedule)):
                 _check_types(item)

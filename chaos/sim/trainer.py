@@ -264,9 +264,9 @@ class Rank:
         while self._welcome is None:
             self._news.clear()
             await self._news.wait()
-        places = tuple(await self.launch.group.gather(self.rank, self._place()))
+        members = tuple(await self.launch.group.gather(self.rank, self._member()))
         for round_number in range(16):
-            attempt = await self._opened(places, round_number)
+            attempt = await self._opened(members, round_number)
             try:
                 await self._enter(attempt)
             except _NextRoundError as reason:
@@ -276,15 +276,15 @@ class Rank:
             await self._train(attempt)
         raise EndedError("no attempt could begin")
 
-    def _place(self) -> wire.Place:
+    def _member(self) -> wire.Member:
         assert self._welcome is not None
-        return wire.Place(rank=self.rank, node=self._welcome.node, boot_id=self._welcome.boot_id)
+        return wire.Member(rank=self.rank, node=self._welcome.node, boot_id=self._welcome.boot_id)
 
-    async def _opened(self, places: tuple[wire.Place, ...], round_number: int) -> wire.Attempt:
+    async def _opened(self, members: tuple[wire.Member, ...], round_number: int) -> wire.Attempt:
         answer: wire.Attempt | str = ""
         if self.rank == 0:
             request = wire.Open(
-                launch_id=self.launch.id, round=round_number, world=places, spec={"model": "simulated"}, versions={}
+                launch_id=self.launch.id, round=round_number, world=members, spec={"model": "simulated"}, versions={}
             )
             answer = await self._ask(request)
         answer = (await self.launch.group.gather(self.rank, answer))[0]

@@ -18,7 +18,7 @@ from toprope.coordinator.log import Log
 from toprope.coordinator.performer import Coordinator
 from toprope.coordinator.ports import Ports
 from toprope.coordinator.settings import Address
-from toprope.coordinator.wire import AttemptView, Cadence, Copy, Desired, Inventory, OpenAnswer, OpenRequest, Place
+from toprope.coordinator.wire import AttemptView, Cadence, Copy, Desired, Inventory, Member, OpenAnswer, OpenRequest
 from toprope.store import manifest
 from toprope.store.digest import digest
 from toprope.store.errors import FencedError
@@ -60,7 +60,7 @@ class Live:
     node: FakeNode
 
     async def open(self, launch_id: str = "1a" * 16) -> OpenAnswer:
-        world = (Place(rank=0, node=self.node.name, boot_id=self.node.boot_id),)
+        world = (Member(rank=0, node=self.node.name, boot_id=self.node.boot_id),)
         return await self.coordinator.open(
             OpenRequest(job=JOB, launch_id=launch_id, round=0, world=world, spec=SPEC, versions={})
         )
@@ -145,7 +145,7 @@ async def reigning(store: FakeStore | None = None, node: FakeNode | None = None)
         async with asyncio.timeout(PATIENCE_S):
             while coordinator.core is None:  # noqa: ASYNC110 - it begins when it was elected
                 await asyncio.sleep(0.01)
-        node = node or FakeNode(name="a", job_uid=coordinator.core.journal.state.job_uid)
+        node = node or FakeNode(name="a", job_uid=coordinator.core.log_view.state.job_uid)
         nodes.nodes[node.name] = node
         live = Live(coordinator, store, nodes, node)
         live.say()
@@ -307,7 +307,7 @@ async def test_the_next_term_offers_the_newest_ready_that_is_whole() -> None:
         assert (answer.attempt.source, answer.attempt.from_step) == ("ready", 3)
         (shard,) = answer.attempt.restore
         assert [(source.tier, source.key) for source in shard.sources] == [("object", copies[0].key)]
-        state = after.coordinator.core.journal.state if after.coordinator.core is not None else None
+        state = after.coordinator.core.log_view.state if after.coordinator.core is not None else None
         assert state is not None
         assert state.attempt is not None
         assert "SHA-256" in state.attempt.why

@@ -7,7 +7,7 @@ from tests.support.reigns import LAUNCH, SPEC, FakeNode, Reign, copy_of, trainin
 
 from toprope.coordinator.effects import Append
 from toprope.coordinator.events import OpenFailed
-from toprope.coordinator.wire import Copy, Kept, OpenAnswer, OpenRequest, Place
+from toprope.coordinator.wire import Copy, Kept, Member, OpenAnswer, OpenRequest
 from toprope.store.records import Taint
 
 OTHER = "2b" * 16
@@ -19,7 +19,7 @@ def opened(answer: OpenAnswer | None) -> OpenAnswer:
     return answer
 
 
-def request(*, world: tuple[Place, ...], job: str = "job") -> OpenRequest:
+def request(*, world: tuple[Member, ...], job: str = "job") -> OpenRequest:
     return OpenRequest(job=job, launch_id=OTHER, round=0, world=world, spec=SPEC, versions={})
 
 
@@ -158,7 +158,7 @@ def test_a_launch_waits_for_a_node_that_the_coordinator_has_not_heard() -> None:
 
 def test_a_launch_waits_for_a_node_whose_memory_is_another_than_it_says() -> None:
     reign = two_nodes()
-    world = (Place(rank=0, node="a", boot_id=reign.nodes["a"].boot_id), Place(rank=1, node="b", boot_id="dead"))
+    world = (Member(rank=0, node="a", boot_id=reign.nodes["a"].boot_id), Member(rank=1, node="b", boot_id="dead"))
     assert code(reign.request(request(world=world))) == "unavailable"
 
 
@@ -166,7 +166,7 @@ def test_a_world_with_a_rank_missing_or_doubled_is_refused() -> None:
     reign = two_nodes()
     boot_id = reign.nodes["a"].boot_id
     for ranks in ((0, 2), (0, 0), (1, 0), ()):
-        world = tuple(Place(rank=rank, node="a", boot_id=boot_id) for rank in ranks)
+        world = tuple(Member(rank=rank, node="a", boot_id=boot_id) for rank in ranks)
         assert code(reign.request(request(world=world))) == "refused"
 
 
@@ -182,7 +182,7 @@ def test_another_spec_is_refused_with_the_difference() -> None:
     assert answer is not None
     assert "~ model.w[1]: [4] -> [8]" in answer.text
     assert reign.state.attempt_number == 1
-    assert reign.core.journal.spec == SPEC
+    assert reign.core.log_view.spec == SPEC
 
 
 def test_another_world_size_is_refused_with_both_numbers_once_something_was_saved() -> None:
@@ -502,12 +502,12 @@ def test_nothing_is_begun_afresh_while_every_ready_step_is_tainted() -> None:
 
 def test_ids_that_are_none_are_refused_before_they_reach_the_log() -> None:
     reign = two_nodes()
-    good = Place(rank=0, node="a", boot_id=reign.nodes["a"].boot_id)
+    good = Member(rank=0, node="a", boot_id=reign.nodes["a"].boot_id)
     wrong = [
         msgspec.structs.replace(request(world=(good,)), launch_id="x" * 70000),
         msgspec.structs.replace(request(world=(good,)), round=-1),
-        request(world=(Place(rank=0, node="../a", boot_id="00"),)),
-        request(world=(Place(rank=0, node="a", boot_id="no hex"),)),
+        request(world=(Member(rank=0, node="../a", boot_id="00"),)),
+        request(world=(Member(rank=0, node="a", boot_id="no hex"),)),
     ]
     for one in wrong:
         assert code(reign.request(one)) == "refused"

@@ -27,9 +27,9 @@ from toprope.chaos.live.processes import LiveError
 from toprope.coordinator.wire import (
     MAX_DESIRED_BYTES,
     Desired,
+    Member,
     OpenAnswer,
     OpenRequest,
-    Place,
     Presence,
     decode,
     encode,
@@ -219,7 +219,7 @@ async def put(client: aiohttp.ClientSession, url: str, node: FakeNode) -> None:
 
 
 async def ask(client: aiohttp.ClientSession, url: str, node: FakeNode) -> OpenAnswer:
-    world = (Place(rank=0, node=node.name, boot_id=node.boot_id),)
+    world = (Member(rank=0, node=node.name, boot_id=node.boot_id),)
     request = OpenRequest(job=JOB, launch_id="1a" * 16, round=0, world=world, spec=SPEC, versions={"python": "3.11"})
     async with client.post(f"{url}/v1/attempts", data=encode(request)) as answer:
         return decode(await answer.read(), OpenAnswer, limit=MAX_DESIRED_BYTES)

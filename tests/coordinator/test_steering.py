@@ -348,10 +348,10 @@ def test_an_older_version_that_comes_late_changes_nothing() -> None:
 
 def test_news_of_the_log_that_come_late_change_nothing() -> None:
     reign = training()
-    old = reign.core.journal
+    old = reign.core.log_view
     reign.hold(8, tiers=("object",))
     reign.read_back()
-    reign.do(LogMoved(journal=old, now_s=reign.now_s))
+    reign.do(LogMoved(log_view=old, now_s=reign.now_s))
     assert reign.desired.ready_step == 8
 
 

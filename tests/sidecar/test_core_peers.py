@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 from tests.support.core_driver import JOB_UID, UID, Driver, shard
 
-from toprope.coordinator.wire import Inventory, Place
+from toprope.coordinator.wire import Inventory, Member
 from toprope.sidecar import effects as do
 from toprope.sidecar import events as on
 from toprope.sidecar.restore_book import RestoreBook
@@ -15,7 +15,7 @@ from toprope.trainer_hooks import wire
 def holding(*steps: int) -> Driver:
     """Return node a as holder of node b's rank 1, with copies of these steps."""
     driver = Driver()
-    driver.attempt(world=(Place(rank=0, node="a", boot_id="b0"), Place(rank=1, node="b", boot_id="b1")))
+    driver.attempt(world=(Member(rank=0, node="a", boot_id="b0"), Member(rank=1, node="b", boot_id="b1")))
     driver.place("b", "a")
     for number, step in enumerate(steps):
         driver.owner(shard(step, rank=1).copy("memory"), version=step)

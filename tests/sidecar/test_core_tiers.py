@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.support.core_driver import JOB_UID, UID, Driver, shard
 
-from toprope.coordinator.wire import Cadence, Desired, Place, ReadBack, ReadBackTask
+from toprope.coordinator.wire import Cadence, Desired, Member, ReadBack, ReadBackTask
 from toprope.sidecar import effects as do
 from toprope.sidecar import events as on
 from toprope.sidecar.values import coarseness
@@ -104,7 +104,7 @@ def test_coarseness_is_how_often_two_divides_the_interval_count() -> None:
 def holding() -> Driver:
     """Return node a as holder of node b's rank 1."""
     driver = Driver()
-    driver.attempt(world=(Place(rank=0, node="a", boot_id="b0"), Place(rank=1, node="b", boot_id="b1")))
+    driver.attempt(world=(Member(rank=0, node="a", boot_id="b0"), Member(rank=1, node="b", boot_id="b1")))
     driver.place("b", "a")
     return driver
 

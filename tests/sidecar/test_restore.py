@@ -115,7 +115,7 @@ def test_open_is_answered_with_the_attempt_and_its_schedule(nodes: MakeNode, stu
     node.start()
     with ScriptedTrainer(node.socket) as trainer:
         view = stub.attempt(1, "aa", {0: "a"})
-        place = wire.Place(rank=0, node="a", boot_id=trainer.welcome.boot_id)
+        place = wire.Member(rank=0, node="a", boot_id=trainer.welcome.boot_id)
         trainer.send(wire.Open(launch_id="aa", round=0, world=(place,), spec={"x": 1}, versions={}))
         answer = trainer.expect(wire.Attempt)
         assert (answer.uid, answer.source, answer.schedule.every) == (view.uid, "fresh", 1)

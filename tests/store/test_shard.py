@@ -41,16 +41,16 @@ def entry(begin: int, end: int, *, dtype: str = "U8", shape: list[int] | None = 
 def test_a_good_image_says_whose_it_is_and_what_it_holds() -> None:
     image = hash_image(memoryview(GOOD), name="image")
     assert image.identity == shard.Identity(job_uid=JOB_UID, attempt=1, attempt_uid=uid(1), step=7, rank=1, world=2)
-    assert [place.name for place in image.header.places] == [
+    assert [extent.name for extent in image.header.extents] == [
         "optimizer.state.weight.exp_avg",
         "model.weight",
         "model.empty",
         "__document__",
     ]
     assert (image.bytes, image.digest) == (len(GOOD), digest(GOOD))
-    for place, found in zip(image.header.places, image.tensor_digests, strict=True):
-        assert found == digest(GOOD[place.begin : place.end])
-    assert image.header.places[-1].end == len(GOOD)
+    for extent, found in zip(image.header.extents, image.tensor_digests, strict=True):
+        assert found == digest(GOOD[extent.begin : extent.end])
+    assert image.header.extents[-1].end == len(GOOD)
 
 
 def test_the_index_names_each_tensor_where_it_lies() -> None:
@@ -192,7 +192,7 @@ text = json.dumps({"__metadata__": {}, **entries}).encode().ljust(shard.MAX_HEAD
 del entries
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 header = shard.parse_header(struct.pack("<Q", len(text)) + text, size=8 + len(text), name="x")
-assert len(header.places) == shard.MAX_TENSORS
+assert len(header.extents) == shard.MAX_TENSORS
 print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

@@ -112,7 +112,7 @@ def test_damage_names_the_tensor_wherever_chunks_end(chunk_bytes: int, monkeypat
     assert verify_checkpoint(store, state, 4).damages == ()
     key = the_key(store, "rank-00001", ".safetensors")
     image = shard.hash_image(memoryview(store.objects[key]), name=key)
-    weight = next(place for place in image.header.places if place.name == "model.weight")
+    weight = next(extent for extent in image.header.extents if extent.name == "model.weight")
     for at in (weight.begin, weight.end - 1):
         flip(store, key, at)
         (damage,) = verify_checkpoint(store, state, 4).damages

@@ -18,9 +18,9 @@ from toprope.coordinator.wire import (
     Desired,
     Inventory,
     Kept,
+    Member,
     OpenAnswer,
     OpenRequest,
-    Place,
     Placement,
     RestoreShard,
     Source,
@@ -81,7 +81,7 @@ class CoordinatorStub:
             uid=f"{number:032x}",
             launch_id=launch_id,
             round=0,
-            world=tuple(Place(rank=rank, node=nodes[rank], boot_id="00") for rank in sorted(nodes)),
+            world=tuple(Member(rank=rank, node=nodes[rank], boot_id="00") for rank in sorted(nodes)),
             phase=phase,  # type: ignore[arg-type]
             **values,
         )

@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from toprope.coordinator.wire import AttemptView, Cadence, Copy, Desired, Inventory, Kept, Place, Placement
+from toprope.coordinator.wire import AttemptView, Cadence, Copy, Desired, Inventory, Kept, Member, Placement
 from toprope.sidecar import effects as do
 from toprope.sidecar import events as on
 from toprope.sidecar.core import Core
@@ -78,7 +78,7 @@ class Driver:
             "from_step": 0,
             "restore": (),
             "phase": "applied",
-            "world": (Place(rank=0, node="a", boot_id="b0"),),
+            "world": (Member(rank=0, node="a", boot_id="b0"),),
             "round": 0,
         }
         view = AttemptView(number=number, uid=uid, launch_id=launch_id, **(values | changes))

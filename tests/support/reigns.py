@@ -28,16 +28,16 @@ from toprope.coordinator.events import (
     Ticked,
 )
 from toprope.coordinator.intents import CommitStep, OpenAttempt, make_attempt, make_ready, make_spec
-from toprope.coordinator.journal import Journal
+from toprope.coordinator.log_view import LogView
 from toprope.coordinator.restore_choice import Offer, Stored
 from toprope.coordinator.wire import (
     Cadence,
     Copy,
     Desired,
     Inventory,
+    Member,
     OpenAnswer,
     OpenRequest,
-    Place,
     Presence,
     RankState,
     RankVerdict,
@@ -153,7 +153,7 @@ class Reign:
         self._append(lambda state: Job(uid="0b" * 16, name=JOB) if state.n == 0 else None)
         self._append(lambda _: Elected())
         self.term = self.state.term
-        self.core = Core(self.settings, self._journal(), now_s=self.now_s)
+        self.core = Core(self.settings, self._log_view(), now_s=self.now_s)
         self.do(Ticked(now_s=self.now_s))
 
     def successor(self) -> Reign:
@@ -205,7 +205,7 @@ class Reign:
     ) -> OpenAnswer | None:
         """Ask for an attempt whose ranks sit on these nodes, rank 0 first."""
         world = tuple(
-            Place(rank=rank, node=name, boot_id=self.nodes[name].boot_id if name in self.nodes else "00")
+            Member(rank=rank, node=name, boot_id=self.nodes[name].boot_id if name in self.nodes else "00")
             for rank, name in enumerate(places)
         )
         return self.request(
@@ -230,7 +230,7 @@ class Reign:
         """Let each rank's node hold its shard of a step in these tiers; a peer's copy lies on the other node."""
         attempt = self.state.attempt
         assert attempt is not None
-        facts = self.core.journal.facts
+        facts = self.core.log_view.facts
         assert facts is not None
         for member in facts.world:
             if member.rank not in ranks:
@@ -253,7 +253,7 @@ class Reign:
         misfit: bool = False,
     ) -> None:
         """Let ranks of the current attempt tell their verdict."""
-        attempt, facts = self.state.attempt, self.core.journal.facts
+        attempt, facts = self.state.attempt, self.core.log_view.facts
         assert attempt is not None
         assert facts is not None
         for member in facts.world:
@@ -381,7 +381,7 @@ class Reign:
         )
         if not opened:
             return OpenFailed(text="moved", again=True, now_s=self.now_s)
-        return LogMoved(journal=self._journal(), now_s=self.now_s)
+        return LogMoved(log_view=self._log_view(), now_s=self.now_s)
 
     def _commit(self, intent: CommitStep) -> Event:
         seq = self.state.n
@@ -390,7 +390,7 @@ class Reign:
                 attempt_uid=intent.attempt_uid, step=intent.step, text="moved", final=True, now_s=self.now_s
             )
         self.readies[seq] = intent
-        return LogMoved(journal=self._journal(), now_s=self.now_s)
+        return LogMoved(log_view=self._log_view(), now_s=self.now_s)
 
     def _append(self, make: Callable[[JobState], Record | None]) -> bool:
         done = append(self.store, self.state, make, term=self.term, writer_id=self.writer_id)
@@ -400,15 +400,15 @@ class Reign:
     def append_record(self, record: Record) -> None:
         """Append a record as somebody of this term would, and let the core know."""
         self._append(lambda _: record)
-        self.do(LogMoved(journal=self._journal(), now_s=self.now_s))
+        self.do(LogMoved(log_view=self._log_view(), now_s=self.now_s))
 
-    def _journal(self) -> Journal:
+    def _log_view(self) -> LogView:
         attempt = self.state.attempt
         facts = None
         if attempt is not None:
             body = self.store.objects[f"facts/{attempt.facts_sha256}"]  # type: ignore[index] # a short key will do
             facts = msgspec.json.decode(body, type=AttemptFacts)
-        return Journal(
+        return LogView(
             state=self.state,
             spec=self._spec(),
             facts=facts,

@@ -54,7 +54,7 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Outcome]:
 
 def test_parameters_and_their_optimizer_state_are_stored_once_in_all(outcome: Outcome) -> None:
     model = tiny().model
-    stored = [set(image.places) for image in outcome.images]
+    stored = [set(image.extents) for image in outcome.images]
     for name, _ in model.named_parameters():
         holders = [rank for rank in range(WORLD) if f"model.{name}" in stored[rank]]
         assert len(holders) == 1
@@ -67,7 +67,7 @@ def test_parameters_and_their_optimizer_state_are_stored_once_in_all(outcome: Ou
 @pytest.mark.fault("B36")
 def test_buffers_and_random_streams_are_stored_by_each_rank_for_itself(outcome: Outcome) -> None:
     own = {f"model.{name}" for name, _ in tiny().model.named_buffers()} | {"rng.torch", "rng.python.state", DOCUMENT}
-    assert all(own <= set(image.places) for image in outcome.images)
+    assert all(own <= set(image.extents) for image in outcome.images)
 
 
 def test_a_restart_is_bit_identical_on_each_rank(outcome: Outcome) -> None:

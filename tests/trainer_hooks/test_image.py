@@ -59,7 +59,7 @@ def test_wide_elements_lie_where_torch_can_read_them(tmp_path: Path) -> None:
     wide = {str(dtype): _odd_values(dtype, (5,)) for dtype in DTYPES}
     found = open_image(snapshot_file(tmp_path / "i", odd | wide))
     for name, expected in wide.items():
-        assert (found._start + found.places[name].begin) % expected.element_size() == 0
+        assert (found._start + found.extents[name].begin) % expected.element_size() == 0
         assert_same_tensor(found.tensor(name).clone(), expected)
 
 
@@ -150,7 +150,7 @@ def test_the_reader_of_the_store_agrees_with_the_writer(tmp_path: Path) -> None:
     path = snapshot_file(tmp_path / "i", tensors, b"{}")
     image = path.read_bytes()
     header = parse_header(image, size=len(image), name="i")
-    found = {place.name: image[place.begin : place.end] for place in header.places}
+    found = {extent.name: image[extent.begin : extent.end] for extent in header.extents}
     assert found.pop("__document__") == b"{}"
     assert found == {name: raw(tensor) for name, tensor in tensors.items()}
     identity = identity_of(header, name="i")
@@ -161,10 +161,10 @@ def test_tensors_lie_by_element_size_with_no_gap(tmp_path: Path) -> None:
     plan = plan_image(_mixed(), METADATA)
     at = 0
     sizes = []
-    for place in plan.places:
-        assert place.begin == at
-        at += place.bytes
-        sizes.append(place.dtype.itemsize)
+    for extent in plan.extents:
+        assert extent.begin == at
+        at += extent.bytes
+        sizes.append(extent.dtype.itemsize)
     assert sizes == sorted(sizes, reverse=True)
     assert plan.tensor_bytes == at
 
@@ -233,4 +233,4 @@ def test_an_image_at_the_limits_is_accepted(tmp_path: Path) -> None:
     tensors = dict.fromkeys(map(str, range(image.MAX_TENSORS - 2)), NONE)
     tensors["x" * image.MAX_NAME_CHARACTERS] = torch.ones((1,) * image.MAX_DIMENSIONS)
     body = snapshot_file(tmp_path / "i", tensors).read_bytes()
-    assert len(parse_header(body, size=len(body), name="i").places) == image.MAX_TENSORS
+    assert len(parse_header(body, size=len(body), name="i").extents) == image.MAX_TENSORS

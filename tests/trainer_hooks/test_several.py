@@ -78,7 +78,7 @@ def test_models_that_play_against_each_other_go_on_bit_for_bit(tmp_path: Path) -
 def test_each_model_and_optimizer_has_its_own_names(tmp_path: Path) -> None:
     gan = Gan(1)
     gan.step()
-    names = set(open_image(save(gan.parts(), tmp_path / "i")).places)
+    names = set(open_image(save(gan.parts(), tmp_path / "i")).extents)
     assert names >= {
         "model.gen.0.weight",
         "model.disc.0.weight",
@@ -95,7 +95,7 @@ def test_those_of_a_list_are_named_by_their_number(tmp_path: Path) -> None:
     optimizers = [torch.optim.AdamW(model.parameters()) for model in models]
     live = [nn.Linear(2, 2), nn.Linear(2, 2)]
     path = save(Parts(model=models, optimizer=optimizers), tmp_path / "i")
-    assert {"model.0.weight", "model.1.weight"} <= set(open_image(path).places)
+    assert {"model.0.weight", "model.1.weight"} <= set(open_image(path).extents)
     load(Parts(model=live, optimizer=[torch.optim.AdamW(model.parameters()) for model in live]), path)
     for one, other in zip(models, live, strict=True):
         assert_same_tensor(other.weight, one.weight)
@@ -121,7 +121,7 @@ def test_one_optimizer_may_have_the_parameters_of_several_models(tmp_path: Path)
 def test_a_weight_that_two_models_share_is_stored_once(tmp_path: Path) -> None:
     encoder = nn.Linear(2, 2)
     parts = Parts(model={"actor": nn.Sequential(encoder), "critic": nn.Sequential(encoder)})
-    names = set(open_image(save(parts, tmp_path / "i")).places)
+    names = set(open_image(save(parts, tmp_path / "i")).extents)
     assert "model.actor.0.weight" in names
     assert "model.critic.0.weight" not in names
 

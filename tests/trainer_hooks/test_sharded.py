@@ -61,7 +61,7 @@ def test_what_all_ranks_store_is_each_tensor_whole_and_once(outcome: Outcome, ki
     full = open_image(outcome.directory / f"{kind}-full")
     images = [open_image(outcome.directory / f"{kind}-{rank}") for rank in range(WORLD)]
     indexes = outcome.indexes(kind)
-    wanted = set(full.places) - {"__document__"}
+    wanted = set(full.extents) - {"__document__"}
     assert any(name.endswith("exp_avg_sq") for name in wanted)
     for name in wanted:
         expected = full.tensor(name)

@@ -12,7 +12,7 @@ from toprope.store.records import AttemptFacts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Journal:
+class LogView:
     """The log as far as decisions rest on it.
 
     ``spec`` is the job's once it is set, ``facts`` those of the current attempt, ``offer`` its source if that is READY.
