@@ -5,15 +5,19 @@ Data goes to stdout, all else to stderr.
 
 from __future__ import annotations
 
+import contextlib
 import sys
+from collections.abc import Callable, Iterator
 from typing import Annotated
 
 import msgspec
 import typer
 from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from toprope.store.errors import NothingToVerifyError, UsageError
+from toprope.store.objects.metered import MeteredStore
 from toprope.store.objects.protocol import ObjectStore
 from toprope.store.show import job_names
 
@@ -67,6 +71,26 @@ def print_table(filled: Table) -> None:
         console.print(filled)
     for line in captured.get().splitlines():
         put(line.rstrip())
+
+
+@contextlib.contextmanager
+def progress(what: str, *, total_bytes: int) -> Iterator[Callable[[int], None]]:
+    """Show how far something is, on stderr if that is a terminal; yield what to tell of bytes that are done."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda _: None
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task(what, total=total_bytes)
+        yield lambda count: bar.advance(task, count)
+
+
+@contextlib.contextmanager
+def metered(store: ObjectStore, what: str, *, total_bytes: int) -> Iterator[ObjectStore]:
+    """Yield the store, showing how much of ``total_bytes`` has been read from it, as ``progress`` does."""
+    with progress(what, total_bytes=total_bytes) as tell:
+        yield MeteredStore(store, tell)
 
 
 def print_json(value: object) -> None:

@@ -34,6 +34,7 @@ GROUPS: dict[str, dict[str, Program]] = {
         "verify": Program(module="toprope.store.cli", purpose="read everything back and check every digest"),
         "restore": Program(module="toprope.store.cli", purpose="write a checkpoint's shards into a new directory"),
         "export": Program(module="toprope.store.cli_export", purpose="write whole tensors as plain safetensors files"),
+        "copy": Program(module="toprope.store.cli_copy", purpose="bring a job or a checkpoint into another store"),
         "diff": Program(module="toprope.store.cli_diff", purpose="say which tensors of two checkpoints differ"),
         "log": Program(module="toprope.store.cli_log", purpose="print the job log, a record a line"),
         "du": Program(module="toprope.store.cli_usage", purpose="say what a store weighs, and what nothing names"),
