@@ -12,15 +12,17 @@ import json
 import mmap
 import os
 import struct
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+import weakref
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import torch
 
+from toprope.trainer_hooks import cuda
+from toprope.trainer_hooks.copying import Copier, Move
 from toprope.trainer_hooks.errors import StateMismatchError, UnsupportedLeafError
 
 DOCUMENT = "__document__"
@@ -110,10 +112,19 @@ class Plan:
     header_bytes: int
     tensor_bytes: int
     pieces: Mapping[str, Piece]
+    described: str = field(repr=False)
+    """What the header says of all tensors, but for the document: it is the same in each image of this plan."""
+    typed: str = field(repr=False)
+    """What the header's metadata says of single tensors."""
+
+    @property
+    def start(self) -> int:
+        """Where the tensors begin."""
+        return _LENGTH.size + self.header_bytes
 
     def image_bytes(self, document_bytes: int) -> int:
         """Return the length of the whole image."""
-        return _LENGTH.size + self.header_bytes + self.tensor_bytes + document_bytes
+        return self.start + self.tensor_bytes + document_bytes
 
     def fits(self, tensors: Mapping[str, torch.Tensor], pieces: Mapping[str, Piece]) -> bool:
         """Say whether this plan is one for these tensors."""
@@ -142,11 +153,13 @@ def plan_image(
         size = tensor.numel() * tensor.dtype.itemsize
         extents.append(Extent(name, tensor.dtype, tuple(tensor.shape), offset, size))
         offset += size
+    described, typed = _describe(extents, pieces)
+    plan = Plan(tuple(extents), 0, offset, pieces, described, typed)
     widest = {key: value if not value.isdecimal() else str(_WIDEST) for key, value in metadata.items()}
-    header = _header_json(Plan(tuple(extents), 0, offset, pieces), _WIDEST, widest)
+    header = _header_json(plan, _WIDEST, widest)
     padded_bytes = -(-(len(header) + _LENGTH.size) // _ALIGNED) * _ALIGNED - _LENGTH.size
     _check_limits(extents, padded_bytes)
-    return Plan(tuple(extents), padded_bytes, offset, pieces)
+    return replace(plan, header_bytes=padded_bytes)
 
 
 def _check_limits(extents: Sequence[Extent], size: int) -> None:
@@ -174,22 +187,38 @@ def header_bytes(plan: Plan, document_bytes: int, metadata: Mapping[str, str]) -
 
 
 def _header_json(plan: Plan, document_bytes: int, metadata: Mapping[str, str]) -> bytes:
-    described: dict[str, str] = {"format": FORMAT, "document": DOCUMENT, **metadata}
-    header: dict[str, Any] = {"__metadata__": described}
-    for extent in plan.extents:
+    said = _json({"format": FORMAT, "document": DOCUMENT, **metadata})
+    offsets = [plan.tensor_bytes, plan.tensor_bytes + document_bytes]
+    document = _json({DOCUMENT: {"dtype": "U8", "shape": [document_bytes], "data_offsets": offsets}})
+    return f'{{"__metadata__":{_joined(said, plan.typed)},{_joined(plan.described, document)[1:]}'.encode()
+
+
+def _describe(extents: Sequence[Extent], pieces: Mapping[str, Piece]) -> tuple[str, str]:
+    """Return what the header says of the tensors, and what its metadata says of single ones."""
+    described: dict[str, Any] = {}
+    typed: dict[str, str] = {}
+    for extent in extents:
         stored = _SAFETENSORS.get(extent.dtype)
         item = [] if stored else [extent.dtype.itemsize]
         offsets = [extent.begin, extent.begin + extent.bytes]
-        header[extent.name] = {"dtype": stored or "U8", "shape": [*extent.shape, *item], "data_offsets": offsets}
+        described[extent.name] = {"dtype": stored or "U8", "shape": [*extent.shape, *item], "data_offsets": offsets}
         if not stored:
-            described[f"dtype:{extent.name}"] = _AS_BYTES[extent.dtype]
-        piece = plan.pieces.get(extent.name)
+            typed[f"dtype:{extent.name}"] = _AS_BYTES[extent.dtype]
+        piece = pieces.get(extent.name)
         if piece is not None:
             lies = {"global_shape": [*piece.global_shape, *item], "offsets": [*piece.offsets, *(0 for _ in item)]}
-            described[f"piece:{extent.name}"] = json.dumps(lies, separators=(",", ":"))
-    offsets = [plan.tensor_bytes, plan.tensor_bytes + document_bytes]
-    header[DOCUMENT] = {"dtype": "U8", "shape": [document_bytes], "data_offsets": offsets}
-    return json.dumps(header, separators=(",", ":")).encode()
+            typed[f"piece:{extent.name}"] = _json(lies)
+    return _json(described), _json(typed)
+
+
+def _json(value: object) -> str:
+    return json.dumps(value, separators=(",", ":"))
+
+
+def _joined(first: str, second: str) -> str:
+    """Return the JSON object that has the members of both."""
+    between = "," if len(first) > len("{}") and len(second) > len("{}") else ""
+    return f"{first[:-1]}{between}{second[1:]}"
 
 
 class Target:
@@ -206,6 +235,7 @@ class Target:
         self._view = memoryview(self._map)
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
         _populate(self._address, self.bytes)
+        weakref.finalize(self, cuda.Pin(self._address, self.bytes).release)
 
     def put(self, offset: int, body: bytes) -> None:
         """Write these bytes at an offset."""
@@ -213,21 +243,35 @@ class Target:
 
     def put_tensor(self, offset: int, tensor: torch.Tensor) -> None:
         """Write the logical values of a tensor, row by row, at an offset."""
+        move = self.move(offset, tensor)
+        if move is not None:
+            move.run()
+            return
+        if tensor.device.type == "cpu":
+            # Gathering first costs a second copy, but is exact for every dtype and stride, lazy views included.
+            with torch.no_grad():
+                tensor = tensor.detach().resolve_conj().resolve_neg().contiguous()
+            Move(self._address + offset, tensor, tensor.numel() * tensor.dtype.itemsize).run()
+            return
+        with torch.no_grad():
+            self.typed_view(offset, tensor).copy_(tensor.detach(), non_blocking=True)
+
+    def move(self, offset: int, tensor: torch.Tensor) -> Move | None:
+        """Return the plain copy of memory that writes a tensor at an offset; None when it takes more than that."""
+        count = tensor.numel() * tensor.dtype.itemsize
+        assert offset + count <= self.bytes
+        if tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
+            return Move(self._address + offset, tensor, count)
+        return None
+
+    def typed_view(self, offset: int, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the place of a tensor as one of its dtype and shape."""
         count = tensor.numel() * tensor.dtype.itemsize
         assert offset + count <= self.bytes
         if count == 0:
-            return
-        if tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
-            ctypes.memmove(self._address + offset, tensor.data_ptr(), count)
-            return
+            return torch.empty(tensor.shape, dtype=tensor.dtype)
         raw = torch.frombuffer(self._view, dtype=torch.uint8, offset=offset, count=count)
-        with torch.no_grad():
-            if tensor.device.type == "cpu":
-                # Gathering first costs a second copy, but is exact for every dtype and stride, lazy views included.
-                plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
-                ctypes.memmove(self._address + offset, plain.data_ptr(), count)
-            else:
-                raw.view(tensor.dtype).reshape(tensor.shape).copy_(tensor.detach())
+        return raw.view(tensor.dtype).reshape(tensor.shape)
 
 
 _MADV_POPULATE_WRITE = 23
@@ -239,28 +283,39 @@ def _populate(address: int, length: int) -> None:
     libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(length), ctypes.c_int(_MADV_POPULATE_WRITE))
 
 
-def write_image(
-    target: Target, plan: Plan, tensors: Mapping[str, torch.Tensor], document: bytes, metadata: Mapping[str, str]
+_NONE: Collection[str] = frozenset()
+
+
+def write_image(  # noqa: PLR0913 - what an image consists of, and how it is written
+    target: Target,
+    plan: Plan,
+    tensors: Mapping[str, torch.Tensor],
+    document: bytes,
+    metadata: Mapping[str, str],
+    *,
+    later: Collection[str] = _NONE,
+    copier: Copier | None = None,
 ) -> int:
-    """Write an image into a mapped file and return its length. When it returns, the bytes are there."""
-    start = _LENGTH.size + plan.header_bytes
+    """Write an image into a mapped file and return its length. When it returns, all bytes but those ``later`` are there.
+
+    ``copier`` copies with a second thread.
+    """
     target.put(0, header_bytes(plan, len(document), metadata))
-    with _device_at_rest(tensors):
+    moves: list[Move] = []
+    with cuda.copying(tensors.values()):
         for extent in plan.extents:
-            target.put_tensor(start + extent.begin, tensors[extent.name])
-    target.put(start + plan.tensor_bytes, document)
+            if extent.name in later:
+                continue
+            offset, tensor = plan.start + extent.begin, tensors[extent.name]
+            move = None if copier is None else target.move(offset, tensor)
+            if move is None:
+                target.put_tensor(offset, tensor)
+            else:
+                moves.append(move)
+    if copier is not None:
+        copier.run(moves)
+    target.put(plan.start + plan.tensor_bytes, document)
     return plan.image_bytes(len(document))
-
-
-@contextmanager
-def _device_at_rest(tensors: Mapping[str, torch.Tensor]) -> Iterator[None]:
-    """Wait for all streams of the devices involved, before the copies and after them."""
-    devices = sorted({tensor.device.index or 0 for tensor in tensors.values() if tensor.device.type == "cuda"})
-    for device in devices:
-        torch.cuda.synchronize(device)
-    yield
-    for device in devices:
-        torch.cuda.synchronize(device)
 
 
 class Image:
@@ -324,6 +379,26 @@ class Image:
             return json.loads(self._map[begin : begin + extent.bytes])
         except ValueError as error:
             raise StateMismatchError(f"{self.path}: {DOCUMENT} is not JSON: {error}") from error
+
+    def piece(self, name: str) -> Piece:
+        """Return where the tensor of this name lies in the larger one of which it is a piece, if only in itself.
+
+        Raises:
+            StateMismatchError: the header does not say it in a way that can be read.
+        """
+        shape, text = self.extents[name].shape, self.metadata.get(f"piece:{name}")
+        if text is None:
+            return Piece(shape, (0,) * len(shape))
+        try:
+            lies = json.loads(text)
+            whole, offsets = (tuple(map(int, lies[key][: len(shape)])) for key in ("global_shape", "offsets"))
+        except (ValueError, KeyError, TypeError) as error:
+            raise StateMismatchError(f"{self.path}: piece:{name} can't be read: {error!r}") from error
+        if not len(whole) == len(offsets) == len(shape) or not all(
+            0 <= at <= at + size <= extent for at, size, extent in zip(offsets, shape, whole, strict=True)
+        ):
+            raise StateMismatchError(f"{self.path}: piece:{name} does not lie inside its tensor")
+        return Piece(whole, offsets)
 
     def tensor(self, name: str) -> torch.Tensor:
         """Return the tensor of this name, which must be in ``extents``."""

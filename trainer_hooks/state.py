@@ -68,6 +68,8 @@ class Parts:
     dataloader: Stateful | None = None
     scaler: Stateful | None = None
     extra: Stateful | MutableMapping[str, Any] | None = None
+    allow_pickle: bool = False
+    """Whether a value of no known type is pickled when it is saved, and unpickled when it is restored."""
 
     def check(self) -> None:
         """Check what can be checked before training.
@@ -161,7 +163,7 @@ def capture(parts: Parts, *, rank: int, world: int) -> Snapshot:
         UsageError: the optimizer is not one for this model.
     """
     model = model_state(parts.models(), world=world)
-    keeper = _Keeper(rank)
+    keeper = _Keeper(rank, parts.allow_pickle)
     owner_of = _owners(model, rank, world)
     document: dict[str, Json] = {
         "format": FORMAT,
@@ -207,6 +209,7 @@ class _Keeper:
     """Collects the tensors that this rank stores and says where each other one is stored."""
 
     rank: int
+    allow_pickle: bool
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     pieces: dict[str, Piece] = field(default_factory=dict)
     meshes: dict[Mesh, int] = field(default_factory=dict)
@@ -221,7 +224,7 @@ class _Keeper:
         ``flat`` is what FSDP1 left of it.
         """
         plain = self.rank if owner is None or (of is not None and as_dtensor(of) is not None) else owner
-        return Encoder(lambda name, tensor: self._keep(name, tensor, plain, owner, flat))
+        return Encoder(lambda name, tensor: self._keep(name, tensor, plain, owner, flat), self.allow_pickle)
 
     def _keep(
         self, name: str, tensor: torch.Tensor, plain: int, spread: int | None, flat: FlatShard | None
@@ -247,6 +250,7 @@ class _Keeper:
             piece = Piece(layout.shape, tuple(begin for begin, _ in block_of(layout)))
         elif flat is not None and tensor.shape == flat.values.shape:
             entry["flat"] = [flat.offset, flat.whole]
+            entry["shape"] = list(flat.shape)
             piece = Piece((flat.whole,), (flat.offset,))
         if entry["rank"] == self.rank:
             self.tensors[unique] = local
@@ -262,12 +266,14 @@ class _Keeper:
 def _model(model: ModelState, keeper: _Keeper, owner_of: dict[str, int]) -> dict[str, Json]:
     return {
         "params": {
-            name: keeper.encoder(owner_of.get(name), parameter, model.flat.get(name)).encode(
+            name: keeper.encoder(owner_of.get(name), parameter, model.flat.get(name)).on_tensor(
                 f"model.{name}", model.kept(name)
             )
             for name, parameter in model.params.items()
         },
-        "buffers": {name: keeper.encoder().encode(f"model.{name}", tensor) for name, tensor in model.buffers.items()},
+        "buffers": {
+            name: keeper.encoder().on_tensor(f"model.{name}", tensor) for name, tensor in model.buffers.items()
+        },
         "tied": model.tied,
         "extra_state": {
             name: keeper.encoder().encode(f"model.{name}.extra_state", module.get_extra_state())
