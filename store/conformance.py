@@ -30,6 +30,9 @@ class ObjectStoreContract:
     race_rounds: ClassVar[int] = 10
     """How many keys are raced for; fewer where a server takes seconds to settle each."""
 
+    deletes: ClassVar[int] = 20
+    """How many objects are deleted at once; more than a server takes in one call, where there is such a limit."""
+
     def make(self, tmp_path: Path) -> ObjectStore:
         """Return an empty store."""
         raise NotImplementedError
@@ -109,6 +112,24 @@ class ObjectStoreContract:
         for start, length in ((0, 6), (5, 1), (3, 2**62)):
             with pytest.raises(CorruptObjectError):
                 store.read(_KEY, start=start, length=length, uncached=uncached)
+
+    def test_what_was_deleted_is_missing_and_can_be_created_again(self, tmp_path: Path) -> None:
+        """A missing key is no error, more than a thousand go in one call, and all others stay."""
+        store = self.make(tmp_path)
+        keys = [Key(f"job/shards/a1/s{number % 3}/{number}") for number in range(self.deletes)]
+        for key in keys:
+            store.create(key, b"x")
+        store.create(_KEY, b"stays")
+        store.delete([*keys[1:], Key("job/none")])
+        assert list(store.list("")) == [_KEY, keys[0]]
+        with pytest.raises(MissingObjectError):
+            store.read(keys[1])
+        store.delete([])
+        store.delete(keys)
+        store.delete(keys)
+        assert list(store.list("")) == [_KEY]
+        store.create(keys[1], b"again")
+        assert store.read(keys[1]) == b"again"
 
     def test_list_yields_the_keys_of_a_prefix_in_order(self, tmp_path: Path) -> None:
         """In the order of the whole keys, ``-`` before ``/``, and none but those."""

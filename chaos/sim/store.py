@@ -5,7 +5,7 @@ It is an ``ObjectStore``: the real ``ThreadedStore``, ``store_object`` and ``rea
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Literal, TypeAlias
 
 from toprope.chaos.sim.loop import PROCESS, SimLoop
@@ -95,6 +95,13 @@ class SimStore:
         if key not in self.objects:
             raise MissingObjectError(key)
         return len(self.objects[key])
+
+    def delete(self, keys: Sequence[Key]) -> None:
+        """Remove objects."""
+        for key in keys:
+            if self._drawn(_who(), key) not in {None, "corrupt"}:
+                raise UnavailableError(f"{key}: no answer")
+            self.objects.pop(key, None)
 
     def list(self, prefix: str) -> Iterator[Key]:
         """Yield the keys that begin with ``prefix``."""

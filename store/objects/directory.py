@@ -15,7 +15,7 @@ import mmap
 import os
 import secrets
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from toprope.store.errors import (
@@ -29,6 +29,10 @@ from toprope.store.names import Key, key_parts
 
 _WALK = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+_TEMPORARY = ".tmp-"
+_KEPT_DEPTH = 2
+"""Directories so many parts deep, ``job/log`` for one, stay when they are empty."""
+
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _ALIGNMENT_BYTES = 4096
 _DIRECT_BYTES = 8 * 1024 * 1024
@@ -48,7 +52,7 @@ class DirectoryStore:
         """Write a new object, durably and whole."""
         *parents, name = key_parts(key)
         with self._translated(key), self._directory(tuple(parents), make=True) as directory:
-            temporary = f".tmp-{secrets.token_hex(8)}"
+            temporary = f"{_TEMPORARY}{secrets.token_hex(8)}"
             try:
                 _write_synced(temporary, body, directory=directory)
                 os.link(temporary, name, src_dir_fd=directory, dst_dir_fd=directory, follow_symlinks=False)
@@ -85,6 +89,26 @@ class DirectoryStore:
         with self._translated(key), self._directory(tuple(parents)) as directory, _opened(name, directory) as file:
             return _regular_size(file, key)
 
+    def delete(self, keys: Sequence[Key]) -> None:
+        """Remove objects, and directories that this leaves empty. Needs no free space."""
+        left: set[tuple[str, ...]] = set()
+        for key in keys:
+            *parents, name = key_parts(key)
+            with contextlib.suppress(MissingObjectError), self._translated(key), self._directory(tuple(parents)) as at:
+                os.unlink(name, dir_fd=at)
+                left.add(tuple(parents))
+        for parts in sorted(left, key=len, reverse=True):
+            self._prune(parts)
+
+    def _prune(self, parts: tuple[str, ...]) -> None:
+        """Remove a directory and those above it as far as they are empty; a writer makes them again."""
+        for depth in range(len(parts), _KEPT_DEPTH, -1):
+            try:
+                with self._directory(parts[: depth - 1]) as parent:
+                    os.rmdir(parts[depth - 1], dir_fd=parent)
+            except OSError:
+                return  # it has something in it, or is gone
+
     def list(self, prefix: str) -> Iterator[Key]:
         """Yield the keys that begin with ``prefix``, in order."""
         parent = prefix.rpartition("/")[0]
@@ -92,6 +116,22 @@ class DirectoryStore:
         for key in self._walk(start):
             if key.startswith(prefix):
                 yield key
+
+    def sweep_temporaries(self, prefix: str) -> tuple[Key, ...]:
+        """Remove what writers that died have left under a directory; return what it was.
+
+        A writer holds a lock on its temporary file while it lives, so no clock has to tell.
+        """
+        return tuple(self._swept(tuple(key_parts(prefix.removesuffix("/")))))
+
+    def _swept(self, parts: tuple[str, ...]) -> Iterator[Key]:
+        for name, is_directory in self._entries(parts, temporary=True):
+            if is_directory:
+                yield from self._swept((*parts, name))
+            elif name.startswith(_TEMPORARY):
+                with self._translated(Key("/".join((*parts, name)))), self._directory(parts) as directory:
+                    if _unlinked_if_dead(name, directory):
+                        yield Key("/".join((*parts, name)))
 
     def probe(self) -> None:
         """Check that objects can be written once and only once here. Leaves nothing behind.
@@ -115,7 +155,7 @@ class DirectoryStore:
             else:
                 yield Key("/".join((*parts, name)))
 
-    def _entries(self, parts: tuple[str, ...]) -> tuple[tuple[str, bool], ...]:
+    def _entries(self, parts: tuple[str, ...], *, temporary: bool = False) -> tuple[tuple[str, bool], ...]:
         """Return names with whether each is a directory, in the order of the keys under them."""
         try:
             with (
@@ -126,7 +166,8 @@ class DirectoryStore:
                 found = [
                     (entry.name, entry.is_dir(follow_symlinks=False))
                     for entry in scan
-                    if not entry.name.startswith(".") and not entry.is_symlink()
+                    if not entry.is_symlink()
+                    and (not entry.name.startswith(".") or (temporary and entry.name.startswith(_TEMPORARY)))
                 ]
         except MissingObjectError:
             return ()
@@ -198,6 +239,8 @@ def _regular_size(file: int, key: Key) -> int:
 def _write_synced(name: str, body: bytes | memoryview, *, directory: int) -> None:
     file = os.open(name, _NEW, 0o666, dir_fd=directory)
     try:
+        with contextlib.suppress(OSError):  # a file system without locks: its left-overs stay
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         with memoryview(body) as whole, whole.cast("B") as view:
             written = 0
             while written < len(view):
@@ -205,6 +248,17 @@ def _write_synced(name: str, body: bytes | memoryview, *, directory: int) -> Non
         os.fsync(file)
     finally:
         os.close(file)
+
+
+def _unlinked_if_dead(name: str, directory: int) -> bool:
+    """Remove a temporary file, unless its writer lives."""
+    try:
+        with _opened(name, directory) as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.unlink(name, dir_fd=directory)
+    except OSError:
+        return False  # it is locked, or gone, or can't be removed
+    return True
 
 
 def _read_buffered(file: int, start: int, length: int) -> bytes:

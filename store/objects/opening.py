@@ -44,15 +44,17 @@ def absolute_root(root: str) -> str:
 
 
 def sweep_uploads(root: str, job: str, *, grace: timedelta = UPLOAD_GRACE) -> tuple[Key, ...]:
-    """Abort what uploads of this job's objects were left unfinished for longer than ``grace``; return their keys.
+    """Remove what writers of this job's objects left unfinished, and return the keys.
 
-    A directory store has none.
+    In S3 these are uploads older than ``grace`` by the server's clock, in a directory temporary files of dead writers.
 
     Raises:
         UnavailableError: the store did not answer.
     """
     prefix = f"{checked_id(job, what='job')}/"
-    return _s3(root).sweep_uploads(prefix, grace=grace) if root.startswith(_S3) else ()
+    if root.startswith(_S3):
+        return _s3(root).sweep_uploads(prefix, grace=grace)
+    return _open_directory(root, write=False).sweep_temporaries(prefix)
 
 
 def _s3(root: str) -> S3Store:

@@ -1,8 +1,8 @@
-"""The object store protocol: write-once objects under keys. Four methods, each atomic."""
+"""The object store protocol: write-once objects under keys. Five methods, each atomic for one object."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 from toprope.store.names import Key
@@ -36,6 +36,13 @@ class ObjectStore(Protocol):
         Raises:
             MissingObjectError: there is no such object.
             UnavailableError: the store did not answer.
+        """
+
+    def delete(self, keys: Sequence[Key]) -> None:
+        """Remove objects; that one is missing is no error. Only what the job log has condemned may be named.
+
+        Raises:
+            UnavailableError: some of them may be there still. Ask again.
         """
 
     def list(self, prefix: str) -> Iterator[Key]:

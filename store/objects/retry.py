@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -91,6 +91,10 @@ class RetryStore:
     def size(self, key: Key) -> int:
         """Return the length of an object in bytes."""
         return self._back_off.call(lambda: self._store.size(key), when_silent=True)
+
+    def delete(self, keys: Sequence[Key]) -> None:
+        """Remove objects; to do it twice does no harm."""
+        self._back_off.call(lambda: self._store.delete(keys), when_silent=True)
 
     def list(self, prefix: str) -> Iterator[Key]:
         """Yield the keys that begin with ``prefix``, in order; asked again only as a whole, before the first."""

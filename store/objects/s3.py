@@ -11,7 +11,7 @@ import contextlib
 import logging
 import re
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from datetime import timedelta
 from functools import partial
@@ -21,6 +21,7 @@ from toprope.store.errors import (
     AlreadyExistsError,
     CorruptObjectError,
     MissingObjectError,
+    ThrottledError,
     UnavailableError,
     UsageError,
 )
@@ -44,16 +45,19 @@ if TYPE_CHECKING:
         HeadObjectOutputTypeDef,
         ListMultipartUploadsOutputTypeDef,
         ListObjectsV2OutputTypeDef,
+        ObjectIdentifierTypeDef,
     )
 
 _LOG = logging.getLogger("toprope.store")
 _T = TypeVar("_T")
 
 MAX_KEY_BYTES = 1024
+MAX_DELETES = 1000
 WRITE_ID = "toprope-write"
 """The name of the metadata that holds a write's own id."""
 
 _MAX_PINS = 1024
+_PIECE_BYTES = 1024 * 1024
 _RANGE = re.compile(r"bytes (\d+)-\d+/(\d+)")
 
 
@@ -105,6 +109,31 @@ class S3Store:
         self._pins[key] = head["ETag"]
         return head["ContentLength"]
 
+    def delete(self, keys: Sequence[Key]) -> None:
+        """Remove objects, many with a call; one by one on a server that does not know that call."""
+        for begin in range(0, len(keys), MAX_DELETES):
+            batch = left = keys[begin : begin + MAX_DELETES]
+            try:
+                left = self._call(partial(self._delete_all, keys=batch), what=f"{len(batch)} objects")
+            except ThrottledError:
+                raise
+            except UnavailableError as error:
+                _LOG.debug("deleting one by one: %s", error)
+            for key in left:
+                self._call(partial(self._delete_one, key=key), what=key)
+
+    def _delete_all(self, client: S3Client, *, keys: Sequence[Key]) -> Sequence[Key]:
+        """Delete in one call; return those that the server says it did not delete."""
+        for key in keys:
+            self._pins.pop(key, None)
+        named: list[ObjectIdentifierTypeDef] = [{"Key": self._name(key)} for key in keys]
+        answer = client.delete_objects(Bucket=self._bucket, Delete={"Objects": named, "Quiet": True})
+        failed = {error.get("Key", "") for error in answer.get("Errors", ())}
+        return [key for key in keys if self._name(key) in failed]
+
+    def _delete_one(self, client: S3Client, *, key: Key) -> None:
+        client.delete_object(Bucket=self._bucket, Key=self._name(key))
+
     def list(self, prefix: str) -> Iterator[Key]:
         """Yield the keys that begin with ``prefix``, in order. Servers differ in theirs, so all are fetched first."""
         keys: list[Key] = []
@@ -131,7 +160,7 @@ class S3Store:
         """Delete an object that a probe left behind, if that is allowed."""
         assert key.startswith("probe/")
         with contextlib.suppress(UnavailableError):
-            self._call(lambda client: client.delete_object(Bucket=self._bucket, Key=self._name(key)), what=key)
+            self._call(partial(self._delete_one, key=key), what=key)
 
     # Writing
 
@@ -185,13 +214,13 @@ class S3Store:
         return tuple(one.result() for one in sending)
 
     def _send(self, client: S3Client, name: str, view: memoryview, part: Part, upload_id: str) -> CompletedPartTypeDef:
-        with view[part.begin : part.end] as piece:
+        with view[part.begin : part.end] as piece, contextlib.closing(_Reader(piece)) as body:
             answer = client.upload_part(
                 Bucket=self._bucket,
                 Key=name,
                 UploadId=upload_id,
                 PartNumber=part.number,
-                Body=cast("IO[bytes]", _Reader(piece)),
+                Body=cast("IO[bytes]", body),
             )
         sent: CompletedPartTypeDef = {"PartNumber": part.number, "ETag": answer["ETag"]}
         if "ChecksumCRC32" in answer:
@@ -342,21 +371,27 @@ class S3Store:
 
 
 class _Reader:
-    """Lets botocore read a part from memory as if from a file, a little at a time, with no copy of the whole."""
+    """Lets botocore read a part as if from a file, without a copy of it: each piece is a view of the caller's memory.
+
+    A piece may be longer than asked for, as botocore and urllib3 take it as it comes: they ask for 16 KiB at a time,
+    which would cost more than all else that they do.
+    """
 
     def __init__(self, view: memoryview) -> None:
         self._view = view
         self._at = 0
+        self._piece = view[:0]
 
     def __len__(self) -> int:
         return len(self._view)
 
-    def read(self, size: int | None = -1, /) -> bytes:
-        """Return the next bytes, at most ``size`` if that is not negative."""
-        end = len(self._view) if size is None or size < 0 else self._at + size
-        piece = bytes(self._view[self._at : end])
-        self._at += len(piece)
-        return piece
+    def read(self, size: int | None = -1, /) -> memoryview:
+        """Return the next bytes, valid until the next call."""
+        end = len(self._view) if size is None or size < 0 else self._at + max(size, _PIECE_BYTES)
+        self._piece.release()
+        self._piece = self._view[self._at : end]
+        self._at += len(self._piece)
+        return self._piece
 
     def seek(self, offset: int, whence: int = 0, /) -> int:
         """Go to another place."""
@@ -366,3 +401,7 @@ class _Reader:
     def tell(self) -> int:
         """Return the place that is read next."""
         return self._at
+
+    def close(self) -> None:
+        """Let go of the caller's memory."""
+        self._piece.release()

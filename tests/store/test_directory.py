@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import shutil
 from collections.abc import Callable
@@ -21,7 +22,7 @@ from toprope.store.errors import (
 )
 from toprope.store.names import Key, key_parts
 from toprope.store.objects.directory import DirectoryStore
-from toprope.store.objects.opening import absolute_root, open_store
+from toprope.store.objects.opening import absolute_root, open_store, sweep_uploads
 from toprope.store.objects.protocol import ObjectStore
 
 KEY = Key("job/log/0.json")
@@ -260,3 +261,46 @@ def test_a_root_means_the_same_from_every_working_directory(tmp_path: Path, monk
     assert absolute_root("/there/store") == "/there/store"
     for url in ("s3://bucket/prefix?region=x", "file:///there/store"):
         assert absolute_root(url) == url
+
+
+def test_what_dead_writers_left_is_swept_and_what_a_live_one_writes_is_not(tmp_path: Path) -> None:
+    store = DirectoryStore(tmp_path)
+    store.create(Key("job/shards/a1/x"), b"kept")
+    (tmp_path / "job/shards/a1/.tmp-dead").write_bytes(b"half a shard")
+    (tmp_path / "job/shards/.hidden").write_bytes(b"not ours")
+    alive = tmp_path / "job/shards/a1/.tmp-alive"
+    with alive.open("wb") as file:
+        fcntl.flock(file, fcntl.LOCK_SH)
+        assert sweep_uploads(str(tmp_path), "job") == ("job/shards/a1/.tmp-dead",)
+        assert alive.exists()
+    assert sweep_uploads(str(tmp_path), "job") == ("job/shards/a1/.tmp-alive",)
+    assert _names_in(tmp_path / "job/shards") == [".hidden", "a1"]
+    assert store.read(Key("job/shards/a1/x")) == b"kept"
+
+
+def test_a_temporary_file_is_locked_while_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, swept = DirectoryStore(tmp_path), []
+    fsync = os.fsync
+
+    def sweeping(descriptor: int) -> None:
+        if (tmp_path / "job/shards").is_dir():
+            swept.append(store.sweep_temporaries("job/"))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", sweeping)
+    store.create(Key("job/shards/x"), b"whole")
+    assert swept
+    assert set(swept) == {()}
+    assert store.read(Key("job/shards/x")) == b"whole"
+
+
+def test_directories_that_a_deletion_leaves_empty_go_and_those_of_the_job_stay(tmp_path: Path) -> None:
+    store = DirectoryStore(tmp_path)
+    store.create(Key("job/shards/a1/s1/x"), b"")
+    store.create(Key("job/shards/a2/s1/x"), b"")
+    store.delete([Key("job/shards/a1/s1/x")])
+    assert _names_in(tmp_path / "job/shards") == ["a2"]
+    store.delete([Key("job/shards/a2/s1/x")])
+    assert _names_in(tmp_path / "job") == ["shards"]
+    store.create(Key("job/shards/a1/s1/y"), b"again")
+    assert list(store.list("")) == ["job/shards/a1/s1/y"]

@@ -553,3 +553,23 @@ def test_no_secret_is_logged_or_said(strict: StrictS3, caplog: pytest.LogCapture
     said = str(caught.value) + repr(open_store) + caplog.text
     for secret in (SECRET_KEY, "canary-of-a-token", "AKIAUNKNOWN", "Signature="):
         assert secret not in said
+
+
+def test_1205_objects_are_listed_and_deleted_a_thousand_at_a_time(strict: StrictS3) -> None:
+    store, keys = store_on(strict), [Key(f"job/shards/{number}") for number in range(1205)]
+    for key in [*keys, Key("job/other")]:
+        strict.objects[key] = Stored(body=b"", etag='"e"', metadata={})
+    assert len(list(store.list("job/shards/"))) == 1205
+    store.delete(keys)
+    assert list(strict.objects) == ["job/other"]
+    assert len(strict.asked("DeleteObjects")) == 2
+
+
+def test_a_server_that_deletes_only_one_by_one_is_asked_so(strict: StrictS3) -> None:
+    store, keys = store_on(strict), [Key(f"job/shards/{number}") for number in range(3)]
+    for key in keys:
+        strict.objects[key] = Stored(body=b"", etag='"e"', metadata={})
+    strict.rules.append(Rule(operation="DeleteObjects", fault="500 InternalError"))
+    store.delete(keys)
+    assert strict.objects == {}
+    assert [call.key for call in strict.asked("DeleteObject")] == keys

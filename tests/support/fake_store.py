@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Literal, TypeAlias
 
 from toprope.store.errors import AlreadyExistsError, CorruptObjectError, MissingObjectError, UnavailableError
@@ -62,6 +62,10 @@ class FakeStore:
 
     def size(self, key: Key) -> int:
         return len(self.read(key))
+
+    def delete(self, keys: Sequence[Key]) -> None:
+        for key in keys:
+            self.objects.pop(key, None)
 
     def list(self, prefix: str) -> Iterator[Key]:
         yield from sorted(key for key in self.objects if key.startswith(prefix))

@@ -35,6 +35,7 @@ Operation: TypeAlias = Literal[
     "GetObject",
     "HeadObject",
     "DeleteObject",
+    "DeleteObjects",
     "ListObjectsV2",
     "CreateMultipartUpload",
     "UploadPart",
@@ -272,6 +273,16 @@ class StrictS3:
         self.objects.pop(call.key, None)
         return Answer(status=204)
 
+    def _DeleteObjects(self, call: Call, query: dict[str, str], body: bytes) -> Answer:  # noqa: N802
+        keys = [child.text or "" for child in ET.fromstring(body).iter() if child.tag.endswith("}Key")]
+        if not 1 <= len(keys) <= 1000:
+            raise Refused(400, "MalformedXML")
+        if "content-md5" not in call.headers and not any(name.startswith("x-amz-checksum-") for name in call.headers):
+            raise Refused(400, "InvalidRequest")
+        for key in keys:
+            self.objects.pop(key, None)
+        return xml("DeleteResult", "")
+
     def _ListObjectsV2(self, call: Call, query: dict[str, str], body: bytes) -> Answer:  # noqa: N802
         after = unquote(query.get("continuation-token", ""))
         keys = sorted(key for key in self.objects if key.startswith(query.get("prefix", "")) and key > after)
@@ -358,6 +369,8 @@ def xml(name: str, text: str) -> Answer:
 def operation_of(method: str, key: str, query: dict[str, str]) -> str:
     """Return the name of an S3 operation."""
     if not key:
+        if "delete" in query:
+            return "DeleteObjects"
         return "ListMultipartUploads" if "uploads" in query else "ListObjectsV2"
     names = {
         ("PUT", False): "PutObject",
