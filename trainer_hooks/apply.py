@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from toprope.trainer_hooks import rng
+from toprope.trainer_hooks import opaque, rng
 from toprope.trainer_hooks.errors import StateMismatchError, WorldMismatchError
 from toprope.trainer_hooks.image import Image
+from toprope.trainer_hooks.inplace import can_hold, overwrite
 from toprope.trainer_hooks.modules import ModelState, model_state, optimizer_names
 from toprope.trainer_hooks.optimizers import owned, with_state
 from toprope.trainer_hooks.spread import (
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 _MAX_NAMED = 20
+_NOTHING = torch.empty(0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +71,11 @@ class Loaded:
 
     def values(self, value: Json) -> Any:  # noqa: ANN401 - any value that can be kept
         """Return a part of the document as values of its own; its tensors lie where they lay when saved."""
-        return Decoder(self._copy).decode(value)
+        return self.decoder(self._copy).decode(value)
+
+    def decoder(self, on_tensor: Callable[[dict[str, Json]], torch.Tensor]) -> Decoder:
+        """Return a decoder that unpickles only if the trainer allowed it."""
+        return Decoder(on_tensor, opaque.unpickle if self.parts.allow_pickle else None)
 
     def _copy(self, entry: dict[str, Json]) -> torch.Tensor:
         return self.joined(entry, self.tensor(entry).clone().to(entry["device"]))
@@ -90,6 +96,8 @@ def check(parts: Parts, images: Mapping[int, Image], *, rank: int, world: int) -
     model = model_state(parts.models(), world=world)
     loaded = Loaded(document, images, parts, model, rank, _meshes(model))
     problems = [*_entry_problems(loaded), *_section_problems(loaded)]
+    if not problems:
+        problems = [*_value_problems(loaded)]
     if not problems:
         problems = [*_model_problems(loaded), *_optimizer_problems(loaded), *_extra_problems(loaded)]
     if not problems:
@@ -116,6 +124,18 @@ def _entry_problems(loaded: Loaded) -> Iterable[str]:
             yield f"{entry['name']}: the shard of rank {entry['rank']} was not given"
         elif entry["name"] not in image.extents:
             yield f"{entry['name']}: not in the shard of rank {entry['rank']}"
+
+
+def _value_problems(loaded: Loaded) -> Iterable[str]:
+    """Name each section with a value that can't be read; nothing is unpickled yet."""
+    trial = Decoder(lambda _: _NOTHING, (lambda _: None) if loaded.parts.allow_pickle else None)
+    for name, value in loaded.document.items():
+        try:
+            trial.decode(value, name)
+        except StateMismatchError as error:
+            yield str(error)
+            return
+    yield from rng.problems(Decoder(loaded.tensor).decode(loaded.document["rng"], "rng"))
 
 
 def _mesh_problems(loaded: Loaded) -> Iterable[str]:
@@ -196,6 +216,11 @@ def _form_problems(loaded: Loaded, name: str, entry: dict[str, Json], live: torc
         yield f"{name}: shape {shape} in the checkpoint, {tuple(live.shape)} here"
     if extent.dtype != live.dtype:
         yield f"{name}: {extent.dtype} in the checkpoint, {live.dtype} here"
+    local = local_of(live)
+    if (extent.shape, extent.dtype) == (tuple(local.shape), local.dtype):
+        saved = loaded.images[entry["rank"]].tensor(entry["name"])
+        if not can_hold(local, saved):
+            yield f"{name}: elements that share their memory here have several values in the checkpoint"
 
 
 def _spread_problem(saved: Spread | None, live: torch.Tensor, *, rank: int) -> str | None:
@@ -253,7 +278,7 @@ def apply(loaded: Loaded) -> None:
     with torch.no_grad():
         for section, live in (("params", _kept(loaded.model)), ("buffers", loaded.model.buffers)):
             for name, entry in document["model"][section].items():
-                _overwrite(live[name], loaded.tensor(entry))
+                overwrite(local_of(live[name]), loaded.tensor(entry))
         for name, module in loaded.model.extras.items():
             module.set_extra_state(loaded.values(document["model"]["extra_state"][name]))
         for name, optimizer in parts.optimizers().items():
@@ -273,18 +298,6 @@ def apply(loaded: Loaded) -> None:
     )
 
 
-def _overwrite(live: torch.Tensor, saved: torch.Tensor) -> None:
-    """Copy values into what this rank holds of a tensor and keep its strides.
-
-    Float4 and such, which torch can't copy, go as bytes.
-    """
-    live = local_of(live)
-    if live.dtype.itemsize == 1 and live.is_contiguous():
-        live.detach().view(torch.uint8).copy_(saved.view(torch.uint8))
-    else:
-        live.detach().copy_(saved)
-
-
 def _apply_optimizer(loaded: Loaded, section: str, optimizer: torch.optim.Optimizer) -> None:
     """Set the state itself: ``load_state_dict`` would cast it to the dtypes of the parameters."""
     saved, states = loaded.document[section], with_state(optimizer).state
@@ -296,7 +309,7 @@ def _apply_optimizer(loaded: Loaded, section: str, optimizer: torch.optim.Optimi
                 states.pop(parameter, None)
                 continue
             place = _device_rule(group, parameter, loaded.document["model"]["params"][name]["device"])
-            fresh = Decoder(_placed(loaded, loaded.model.kept(name), place)).decode(saved["state"][name])
+            fresh = loaded.decoder(_placed(loaded, loaded.model.kept(name), place)).decode(saved["state"][name])
             state = states[parameter]
             grafted = {key: _graft(state.get(key), value) for key, value in fresh.items()}
             state.clear()
@@ -325,7 +338,7 @@ def _placed(
         if saved.shape != local.shape:
             return loaded.joined(entry, saved.clone().to(device))
         fresh = torch.empty_like(local, dtype=saved.dtype, device=device, requires_grad=False)
-        _overwrite(fresh, saved)
+        overwrite(fresh, saved)
         alike = spread is not None and spread.shape == tuple(parameter.shape)
         return loaded.joined(entry, fresh, parameter.stride() if alike else None)
 
@@ -350,8 +363,7 @@ def _graft(live: Any, saved: Any) -> Any:  # noqa: ANN401 - any value that can b
     if isinstance(live, torch.Tensor) and isinstance(saved, torch.Tensor):
         if not _holds(live, saved):
             return saved
-        with torch.no_grad():
-            _overwrite(live, local_of(saved))
+        overwrite(local_of(live), local_of(saved))
         return live
     if type(live) is not type(saved):
         return saved
@@ -377,4 +389,4 @@ def _holds(live: torch.Tensor, saved: torch.Tensor) -> bool:
             return False
     elif type(live) not in {torch.Tensor, torch.nn.Parameter} or here is not None:
         return False
-    return live.shape == saved.shape and live.dtype == saved.dtype
+    return live.shape == saved.shape and live.dtype == saved.dtype and can_hold(local_of(live), local_of(saved))

@@ -15,15 +15,17 @@ import sys
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias, TypeVar, cast
 
 import torch
 
+from toprope.trainer_hooks import opaque
 from toprope.trainer_hooks.errors import StateMismatchError, UnsupportedLeafError
 
 Json: TypeAlias = Any
 """What ``json`` reads and writes; checked by ``decode``."""
 
+_T = TypeVar("_T")
 MAX_DEPTH = 64
 _TAG = "$"
 _WIDE = 1 << 63  # integers from here on are written in hexadecimal: other JSON readers would round them
@@ -32,9 +34,13 @@ _FACTORIES: dict[str, type] = {kind.__name__: kind for kind in (int, float, str,
 
 @dataclass(frozen=True, slots=True)
 class Encoder:
-    """Encodes values; ``on_tensor(name, tensor)`` returns the JSON object that stands for a tensor."""
+    """Encodes values; ``on_tensor(name, tensor)`` returns the JSON object that stands for a tensor.
+
+    With ``allow_pickle`` a leaf that can't be kept exactly is pickled.
+    """
 
     on_tensor: Callable[[str, torch.Tensor], dict[str, Json]]
+    allow_pickle: bool = False
 
     def encode(self, name: str, value: object, depth: int = 0) -> Json:  # noqa: PLR0911 - one line for each kind
         """Return the JSON of a value; ``name`` is its dotted path.
@@ -52,7 +58,7 @@ class Encoder:
         if kind is float:
             return _float(value)  # type: ignore[arg-type]
         if isinstance(value, torch.Tensor):
-            return self.on_tensor(name, value)
+            return self._leaf(name, value, self.on_tensor)
         if kind is list:
             return self._items(name, value, depth)  # type: ignore[arg-type]
         if kind is dict:
@@ -89,7 +95,15 @@ class Encoder:
             case deque() if type(value) is deque:
                 return {_TAG: "deque", "maxlen": value.maxlen, "v": self._items(name, value, depth)}
             case _:
-                return _leaf(name, value)
+                return self._leaf(name, value, _leaf)
+
+    def _leaf(self, name: str, value: _T, exactly: Callable[[str, _T], dict[str, Json]]) -> dict[str, Json]:
+        try:
+            return exactly(name, value)
+        except UnsupportedLeafError as refusal:
+            if not self.allow_pickle:
+                raise
+            return opaque.pickled(value, refusal)
 
 
 def _checked_text(name: str, value: object) -> Json:
@@ -187,42 +201,56 @@ def _base64(value: bytes | bytearray) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Decoder:
-    """Decodes documents; ``on_tensor(entry)`` returns the tensor that an encoder's JSON object stands for."""
+    """Decodes documents; ``on_tensor(entry)`` returns the tensor that an encoder's JSON object stands for.
+
+    ``on_pickle`` makes a value of pickled bytes; without it they are refused.
+    """
 
     on_tensor: Callable[[dict[str, Json]], torch.Tensor]
+    on_pickle: Callable[[bytes], Any] | None = None
 
-    def decode(self, value: Json) -> Any:  # noqa: ANN401 - any value that can be kept
-        """Return the value that was encoded.
+    def decode(self, value: Json, name: str = "the state") -> Any:  # noqa: ANN401 - any value that can be kept
+        """Return the value that was encoded; ``name`` is its dotted path.
 
         Raises:
-            StateMismatchError: it is not what ``Encoder`` writes.
+            StateMismatchError: it is not what ``Encoder`` writes; the message has its path.
         """
         if isinstance(value, list):
-            return [self.decode(item) for item in value]
+            return [self.decode(item, f"{name}.{index}") for index, item in enumerate(value)]
         if not isinstance(value, dict):
             return value
         if _TAG not in value:
-            return {key: self.decode(item) for key, item in value.items()}
+            return {key: self.decode(item, f"{name}.{key}") for key, item in value.items()}
         try:
-            return self._tagged(value[_TAG], value)
+            return self._tagged(value[_TAG], value, name)
         except (KeyError, TypeError, ValueError, AttributeError, struct.error) as error:
-            raise StateMismatchError(f"the checkpoint holds a value that this version can't read: {error!r}") from error
+            raise StateMismatchError(
+                f"{name}: the checkpoint holds a value that this version can't read: {error!r}"
+            ) from error
 
-    def _tagged(self, tag: str, value: dict[str, Json]) -> Any:  # noqa: ANN401 - any value that can be kept
-        if tag == "tensor":
-            return self.on_tensor(value)
+    def _tagged(self, tag: str, value: dict[str, Json], name: str) -> Any:  # noqa: ANN401 - any value that can be kept
+        if tag in {"tensor", "pickle"}:
+            return self.on_tensor(value) if tag == "tensor" else self._unpickled(value, name)
         scalar = _SCALARS.get(tag)
         if scalar is not None:
             return scalar(value["v"])
         special = _SPECIAL.get(tag)
         if special is not None:
             return special(value)
-        items = self.decode(value["v"])
+        items = self.decode(value["v"], name)
         if tag == "deque":
             return deque(items, maxlen=value["maxlen"])
         if tag == "defaultdict":
             return defaultdict(None if value["of"] is None else _FACTORIES[value["of"]], _as_pairs(items))
         return _COLLECTIONS[tag](items)
+
+    def _unpickled(self, value: dict[str, Json], name: str) -> Any:  # noqa: ANN401 - whatever was pickled
+        if self.on_pickle is None:
+            raise StateMismatchError(
+                f"{name}: the checkpoint has a pickled value, and unpickling runs what it says; if you trust whoever "
+                "wrote it, make the Checkpointer with allow_pickle=True"
+            )
+        return self.on_pickle(opaque.body_of(value))
 
 
 def _as_pairs(items: list[list[Any]]) -> list[tuple[Any, Any]]:
