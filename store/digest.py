@@ -6,8 +6,11 @@ Hashing releases the interpreter lock, so a thread that hashes a chunk does not 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import TypeVar
 
 import xxhash
 
@@ -15,6 +18,10 @@ from toprope.store.names import Key
 from toprope.store.objects.protocol import ObjectStore
 
 CHUNK_BYTES = 8 * 1024 * 1024
+READS_AT_ONCE = 4
+"""How many chunks of one object are asked for at the same time: what a reader needs in memory beside its own."""
+
+_T = TypeVar("_T")
 
 Hasher = xxhash.xxh3_128
 """Takes ``update(bytes)`` as often as wanted; ``hexdigest()`` gives the digest of all of it."""
@@ -41,10 +48,32 @@ def digest_of_file(path: Path) -> str:
 
 
 def chunks_of_object(store: ObjectStore, key: Key, *, uncached: bool = False) -> Iterator[bytes]:
-    """Yield an object's bytes in order, at most ``CHUNK_BYTES`` at a time."""
+    """Yield an object's bytes in order, at most ``CHUNK_BYTES`` at a time, while the next ones are being read."""
     size = store.size(key)
-    for start in range(0, size, CHUNK_BYTES):
-        yield store.read(key, start=start, length=min(CHUNK_BYTES, size - start), uncached=uncached)
+
+    def read(start: int) -> bytes:
+        return store.read(key, start=start, length=min(CHUNK_BYTES, size - start), uncached=uncached)
+
+    yield from read_ahead(read, range(0, size, CHUNK_BYTES))
+
+
+def read_ahead(read: Callable[[_T], bytes], starts: Sequence[_T]) -> Iterator[bytes]:
+    """Yield what is read at each start, in order, several at a time. What fails for good ends the others."""
+    if len(starts) <= 1:
+        yield from map(read, starts)
+        return
+    with ThreadPoolExecutor(min(READS_AT_ONCE, len(starts)), thread_name_prefix="read") as pool:
+        coming: deque[Future[bytes]] = deque()
+        try:
+            for start in starts:
+                coming.append(pool.submit(read, start))
+                if len(coming) == READS_AT_ONCE:
+                    yield coming.popleft().result()
+            while coming:
+                yield coming.popleft().result()
+        finally:
+            for one in coming:
+                one.cancel()
 
 
 def digest_of_object(store: ObjectStore, key: Key, *, uncached: bool = False) -> str:

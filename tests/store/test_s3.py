@@ -161,6 +161,17 @@ def test_an_upload_that_fails_is_aborted_even_if_the_abort_fails_once(strict: St
     assert len(strict.asked("UploadPart")) < 60
 
 
+def test_an_upload_that_fails_lets_go_of_the_callers_memory(strict: StrictS3) -> None:
+    memory = bytearray(LARGE)
+    view = memoryview(memory)
+    strict.rules.append(Rule(operation="UploadPart", fault="500 InternalError", times=99))
+    with pytest.raises(UnavailableError) as caught:
+        in_parts(strict).create(KEY, view)
+    view.release()
+    memory.append(0)  # BufferError if anybody had a view of it still, as a slot could then not be unmapped
+    assert "500" in str(caught.value)
+
+
 def test_an_upload_that_another_swept_is_given_up(strict: StrictS3, caplog: pytest.LogCaptureFixture) -> None:
     strict.on_call = lambda call: strict.uploads.clear() if call.part == 3 else None
     with pytest.raises(UnavailableError, match="no longer known"):
