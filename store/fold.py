@@ -6,10 +6,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import assert_never
 
+from msgspec import UNSET
+
+from toprope.store.ready_book import ReadyBook
 from toprope.store.records import FORMAT, Attempt, Elected, Job, Pin, Ready, Record, Retire, Taint, Unpin
 
 _HEX = re.compile(r"[0-9a-f]{8,128}")
@@ -35,7 +38,8 @@ class JobState:
 
     ``head`` is the newest READY on the lineage of the current attempt, or None; a READY's name is its ``seq``, the
     number of its record. ``last_step`` is the step that the next READY must pass. ``struck`` holds the sources,
-    as (attempt uid, step), that were tried and failed.
+    as (attempt uid, step), that were tried and failed. ``retain`` is the policy of retention. ``url`` is where the
+    coordinator serves that was elected last, not counting commands; the term is ``passing`` if it is a command's.
     """
 
     job: str
@@ -48,11 +52,14 @@ class JobState:
     attempts: tuple[Attempt, ...] = ()
     last_step: int = 0
     head: int | None = None
-    readies: Mapping[int, Ready] = field(default_factory=dict)
+    readies: ReadyBook = field(default_factory=ReadyBook)
     retired: frozenset[int] = frozenset()
     pins: frozenset[int] = frozenset()
     taints: tuple[Taint, ...] = ()
     struck: frozenset[tuple[str, int]] = frozenset()
+    retain: str = ""
+    url: str = ""
+    passing: bool = False
 
     @property
     def attempt(self) -> Attempt | None:
@@ -68,6 +75,10 @@ class JobState:
     def live(self) -> tuple[int, ...]:
         """The READYs that are not retired, oldest first."""
         return tuple(seq for seq in self.readies if seq not in self.retired)
+
+    def is_live(self, seq: int) -> bool:
+        """Return whether that is a READY which is not retired."""
+        return seq in self.readies and seq not in self.retired
 
     def attempt_of(self, *, launch_id: str, round_number: int) -> Attempt | None:
         """Return the attempt that this round of this launch was given, if it was."""
@@ -127,9 +138,16 @@ def fold(state: JobState, record: Record, *, record_sha256: str) -> JobState:
     after = replace(state, n=state.n + 1, tail_sha256=record_sha256)
     match record:
         case Job():
-            after = replace(after, job_uid=record.uid, spec_sha256=record.spec_sha256)
+            after = replace(
+                after,
+                job_uid=record.uid,
+                spec_sha256=record.spec_sha256 or state.spec_sha256,
+                retain=state.retain if record.retain is UNSET else record.retain,
+            )
         case Elected():
-            after = replace(after, term=record.term, writer_id=record.writer_id)
+            passing = record.passing is True
+            url = state.url if passing else record.url or ""
+            after = replace(after, term=record.term, writer_id=record.writer_id, passing=passing, url=url)
         case Attempt():
             after = replace(
                 after,
@@ -139,7 +157,7 @@ def fold(state: JobState, record: Record, *, record_sha256: str) -> JobState:
                 struck=state.struck | {(one.attempt_uid, one.step) for one in record.struck},
             )
         case Ready():
-            after = replace(after, last_step=record.step, head=state.n, readies={**state.readies, state.n: record})
+            after = replace(after, last_step=record.step, head=state.n, readies=state.readies.grown(state.n, record))
         case Taint():
             after = replace(after, taints=(*state.taints, record))
         case Pin():
@@ -169,7 +187,7 @@ def violation(state: JobState, record: Record) -> str | None:  # noqa: PLR0911 -
         case Taint():
             return _broken_by_taint(state, record)
         case Pin():
-            return None if record.seq in state.live else f"it pins {record.seq}, which is no live READY"
+            return None if state.is_live(record.seq) else f"it pins {record.seq}, which is no live READY"
         case Unpin():
             return None if record.seq in state.pins else f"it unpins {record.seq}, which is not pinned"
         case Retire():
@@ -210,12 +228,30 @@ def _broken_by_job(state: JobState, record: Job) -> str | None:
         (record.name == state.job, f"it names job {record.name!r} in the log of {state.job!r}"),
         (_HEX.fullmatch(record.uid) is not None, "its uid is not lower-case hexadecimal"),
     )
+    sets_spec, sets_policy = record.spec_sha256 is not None, record.retain is not UNSET
     if shape or state.n == 0:
-        return shape or _first((record.spec_sha256 is None, "record 0 sets no spec"))
-    return _first(
+        return shape or _first(
+            (not sets_spec, "record 0 sets no spec"),
+            (not sets_policy and record.replaces is UNSET, "record 0 names the job only"),
+        )
+    if why := _first(
         (record.uid == state.job_uid, f"it is of job uid {record.uid}, not {state.job_uid}"),
-        (state.spec_sha256 is None, "the spec is set already"),
-        (record.spec_sha256 is not None and _SHA256.fullmatch(record.spec_sha256) is not None, "it sets no spec"),
+        (sets_spec != sets_policy, "it sets no spec and no policy, or both"),
+        (sets_spec or record.replaces is UNSET, "it replaces a spec with none"),
+    ):
+        return why
+    return _broken_by_spec(state, record) if sets_spec else None
+
+
+def _broken_by_spec(state: JobState, record: Job) -> str | None:
+    return _first(
+        (
+            state.spec_sha256 is None or record.replaces == state.spec_sha256,
+            "the spec is set already, and it does not replace it",
+        ),
+        (state.spec_sha256 is not None or record.replaces is UNSET, "it replaces a spec, but none is set"),
+        (record.spec_sha256 != state.spec_sha256, "the spec is that one already"),
+        (_SHA256.fullmatch(record.spec_sha256 or "") is not None, "it sets no spec"),
     )
 
 
@@ -310,23 +346,23 @@ def _broken_by_taint(state: JobState, record: Taint) -> str | None:
 def _broken_by_retire(state: JobState, record: Retire) -> str | None:
     if not record.seqs or len(set(record.seqs)) != len(record.seqs):
         return "it retires nothing, or one READY twice"
-    needed = _needed(state)
-    live = set(state.live)
+    needed = needed_by(state)
     for seq in record.seqs:
-        if seq not in live:
+        if not state.is_live(seq):
             return f"it retires {seq}, which is no live READY"
         if seq in needed:
             return f"it retires {seq}, which is {needed[seq]}"
     return None
 
 
-def _needed(state: JobState) -> dict[int, str]:
+def needed_by(state: JobState) -> dict[int, str]:
     """Return the READYs that may not be retired, each with the reason."""
     needed = dict.fromkeys(state.pins, "pinned")
     untainted = (
         seq
-        for seq in reversed(state.live)
-        if not state.is_tainted(attempt=state.readies[seq].attempt, step=state.readies[seq].step)
+        for seq in reversed(state.readies)
+        if seq not in state.retired
+        and not state.is_tainted(attempt=state.readies[seq].attempt, step=state.readies[seq].step)
     )
     if (newest := next(untainted, None)) is not None:
         needed[newest] = "the newest untainted READY"

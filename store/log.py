@@ -172,6 +172,11 @@ def read_log(store: ObjectStore, job: str) -> JobState:
     return state
 
 
+def read_on(store: ObjectStore, state: JobState) -> JobState:
+    """Return the log as it is now, given the fold of its beginning. Raises as ``append_steps``."""
+    return run_steps(_catch_up(state), lambda call: perform(store, call))
+
+
 def _read_if_there(store: ObjectStore, key: Key) -> bytes | None:
     try:
         return store.read(key)

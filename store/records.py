@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import TypeAlias
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 FORMAT = 1
 MAX_RECORD_BYTES = 64 * 1024
@@ -25,16 +26,29 @@ class _Record(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", forbi
 
 
 class Job(_Record, frozen=True, kw_only=True, tag="JOB"):
-    """Record 0 names the job; a later one sets its spec (``spec_sha256``, an object under ``facts/``)."""
+    """Record 0 names the job; a later one sets its spec (``spec_sha256``, an object under ``facts/``) or its policy.
+
+    The spec is set once; after that only in place of the one that ``replaces`` names. ``retain`` is the policy of
+    retention, empty for none. What a record does not say is left out of it, so older ones keep their bytes.
+    """
 
     uid: str
     name: str
     format: int = FORMAT
     spec_sha256: str | None = None
+    replaces: str | UnsetType = UNSET
+    retain: str | UnsetType = UNSET
 
 
 class Elected(_Record, frozen=True, kw_only=True, tag="ELECTED"):
-    """A coordinator's reign begins: ``term`` is one more than any before."""
+    """A coordinator's reign begins: ``term`` is one more than any before.
+
+    ``url`` is where it serves. One that is ``passing`` was elected for a few records, by a command: whom it replaced
+    may be elected again.
+    """
+
+    url: str | UnsetType = UNSET
+    passing: bool | UnsetType = UNSET
 
 
 class Ready(_Record, frozen=True, kw_only=True, tag="READY"):

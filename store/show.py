@@ -140,7 +140,7 @@ def _in_words(record: Record) -> str:
         case Job(spec_sha256=None):
             words = f"job {record.name}, uid {record.uid}, format {record.format}"
         case Job():
-            words = f"spec {str(record.spec_sha256)[:12]}"
+            words = _set_by(record)
         case Elected():
             words = f"coordinator {record.writer_id}"
         case Attempt():
@@ -158,6 +158,12 @@ def _in_words(record: Record) -> str:
         case _:
             assert_never(record)
     return words
+
+
+def _set_by(record: Job) -> str:
+    if record.spec_sha256 is None:
+        return f"retention {record.retain or 'all'}"
+    return f"spec {record.spec_sha256[:12]}" + (f" replaces {record.replaces[:12]}" if record.replaces else "")
 
 
 def _source(record: Attempt) -> str:
@@ -185,11 +191,16 @@ def named_objects(store: ObjectStore, log: JobLog) -> Iterator[NamedObject]:
     facts = dict.fromkeys([state.spec_sha256 or "", *(attempt.facts_sha256 for attempt in state.attempts)])
     for digest in filter(None, facts):
         yield NamedObject(kind="facts", key=facts_key(state.job, digest), digest=digest)
+    seen: set[str] = set()
     for seq in state.live:
-        yield from _objects_of(store, state, seq)
+        for one in objects_of(store, state, seq):
+            if one.key not in seen:
+                seen.add(one.key)
+                yield one
 
 
-def _objects_of(store: ObjectStore, state: JobState, seq: int) -> Iterator[NamedObject]:
+def objects_of(store: ObjectStore, state: JobState, seq: int) -> Iterator[NamedObject]:
+    """Yield what READY ``seq`` consists of: its manifest, indexes and files. Raises as ``named_objects``."""
     ready = state.readies[seq]
     key = manifest_key(state.job, attempt=ready.attempt, step=ready.step, sha256=ready.manifest_sha256)
     yield NamedObject(kind="manifest", key=key, digest=ready.manifest_sha256)
@@ -197,7 +208,7 @@ def _objects_of(store: ObjectStore, state: JobState, seq: int) -> Iterator[Named
     for shard in manifest.shards:
         yield NamedObject(kind="index", key=shard.index_key, digest=shard.index_sha256)
         for file in read_index(store, manifest, shard).files:
-            yield NamedObject(kind="shard", key=file.key, digest=file.digest)
+            yield NamedObject(kind="shard", key=file.key, digest=file.stored_digest)
 
 
 def xxhsum_lines(objects: Iterator[NamedObject]) -> Iterator[str]:

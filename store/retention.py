@@ -1,0 +1,108 @@
+"""Retention: which READY checkpoints a job keeps. A policy is a value, and so is the plan; nothing is deleted here.
+
+What the log needs (head, its parent, the newest untainted READY, what is pinned, the source of the current attempt) is
+kept under every policy, as the rules of the log have it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+
+from toprope.store.errors import UsageError
+from toprope.store.fold import JobState, needed_by
+from toprope.store.records import Retire
+
+_RETIRED_AT_ONCE_MAX = 2000
+_HOW = "give last=N, every=K or both, as in last=3,every=1000, or 'all' to keep everything"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Policy:
+    """Keep the newest ``last``, and the first at or past each multiple of ``every`` steps (0: none for that)."""
+
+    last: int = 1
+    every: int = 0
+
+    def __str__(self) -> str:
+        return f"last={self.last}" + (f",every={self.every}" if self.every else "")
+
+
+def parse_policy(text: str) -> Policy | None:
+    """Return the policy that a text such as ``last=3,every=1000`` says; None for ``all`` or nothing: keep everything.
+
+    Raises:
+        UsageError: it is none.
+    """
+    if text in {"", "all"}:
+        return None
+    given: dict[str, int] = {}
+    for part in text.split(","):
+        name, _, number = part.strip().partition("=")
+        if name not in {"last", "every"} or name in given or not number.isdecimal() or not 1 <= int(number) < 1 << 53:
+            raise UsageError(f"retention {text[:80]!r} is not usable at {part[:40]!r}: {_HOW}")
+        given[name] = int(number)
+    return Policy(**given)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """Why a READY is kept or retired."""
+
+    seq: int
+    attempt: int
+    step: int
+    bytes: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RetentionPlan:
+    """What is to be kept and what retired, oldest first."""
+
+    kept: tuple[Verdict, ...] = ()
+    retired: tuple[Verdict, ...] = ()
+
+
+def plan_retention(state: JobState, policy: Policy | None) -> RetentionPlan:
+    """Return which live READYs a policy keeps and which it retires, each with the reason."""
+    keep = dict(_wanted(state, policy)) | needed_by(state)
+    kept: list[Verdict] = []
+    retired: list[Verdict] = []
+    for seq in state.live:
+        ready = state.readies[seq]
+        why = keep.get(seq) or _why_retired(state, seq, policy)
+        verdict = Verdict(seq=seq, attempt=ready.attempt, step=ready.step, bytes=ready.bytes, why=why)
+        (kept if seq in keep else retired).append(verdict)
+    return RetentionPlan(kept=tuple(kept), retired=tuple(retired))
+
+
+def _wanted(state: JobState, policy: Policy | None) -> Iterator[tuple[int, str]]:
+    if policy is None:
+        yield from ((seq, "everything is kept") for seq in state.live)
+        return
+    restorable = state.restorable()
+    if policy.every:
+        windows: dict[int, int] = {}
+        for seq, ready in reversed(restorable):
+            windows.setdefault(ready.step // policy.every, seq)
+        first = {seq: f"the first past step {window * policy.every}" for window, seq in windows.items() if window}
+        yield from first.items()
+    yield from ((seq, f"one of the newest {policy.last}") for seq, _ in islice(restorable, policy.last))
+
+
+def _why_retired(state: JobState, seq: int, policy: Policy | None) -> str:
+    ready = state.readies[seq]
+    if state.is_tainted(attempt=ready.attempt, step=ready.step):
+        return "tainted"
+    if not state.is_on_lineage(attempt_uid=ready.attempt_uid, step=ready.step):
+        return "left behind by a rollback"
+    return f"not kept by {policy}"
+
+
+def make_retire(state: JobState) -> Retire | None:
+    """Return the record that retires what the job's own policy does not keep, or None if that is nothing."""
+    plan = plan_retention(state, parse_policy(state.retain))
+    seqs = tuple(verdict.seq for verdict in plan.retired[:_RETIRED_AT_ONCE_MAX])
+    return Retire(seqs=seqs) if seqs else None

@@ -1,0 +1,113 @@
+"""Policies of retention: what they say, what they keep, and what no policy can retire."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.support.fake_store import FakeStore
+from tests.support.logs import LogWriter, attempt, ready
+
+from toprope.store.errors import UsageError
+from toprope.store.fold import JobState, needed_by
+from toprope.store.records import Pin, Taint
+from toprope.store.retention import Policy, make_retire, parse_policy, plan_retention
+
+
+def job_of(steps: Sequence[int]) -> LogWriter:
+    log = LogWriter(FakeStore()).begin()
+    log.add(attempt(1))
+    for step in steps:
+        log.add(ready(step, parent=log.state.head))
+    return log
+
+
+def kept(state: JobState, policy: str) -> list[int]:
+    return [verdict.step for verdict in plan_retention(state, parse_policy(policy)).kept]
+
+
+def retired(state: JobState, policy: str) -> dict[int, str]:
+    return {verdict.step: verdict.why for verdict in plan_retention(state, parse_policy(policy)).retired}
+
+
+@pytest.mark.parametrize(
+    ("text", "policy"),
+    [
+        ("last=3", Policy(last=3)),
+        ("every=1000, last=2", Policy(last=2, every=1000)),
+        ("every=5", Policy(last=1, every=5)),
+        ("all", None),
+        ("", None),
+    ],
+)
+def test_a_policy_is_read(text: str, policy: Policy | None) -> None:
+    assert parse_policy(text) == policy
+    assert parse_policy(str(policy or "")) == policy
+
+
+@pytest.mark.parametrize(
+    "text", ["last", "last=", "last=0", "last=-1", "last=1,last=2", "age=3", "last=3;every=2", "3"]
+)
+def test_what_is_no_policy_is_refused_with_what_is_one(text: str) -> None:
+    with pytest.raises(UsageError, match="give last=N, every=K or both"):
+        parse_policy(text)
+
+
+def test_steps_are_ordered_as_numbers() -> None:
+    state = job_of([8, 9, 10, 99999, 100000, 1000000]).state
+    assert kept(state, "last=3") == [99999, 100000, 1000000]
+
+
+def test_each_verdict_has_its_reason() -> None:
+    log = job_of([10, 20, 30, 40])
+    log.add(Pin(seq=4))
+    plan = plan_retention(log.state, Policy(last=1))
+    assert {verdict.step: verdict.why for verdict in plan.kept} == {
+        10: "pinned",
+        30: "the parent of head",
+        40: "head",
+    }
+    assert {verdict.step: verdict.why for verdict in plan.retired} == {20: "not kept by last=1"}
+
+
+def test_the_first_at_or_past_each_multiple_is_kept() -> None:
+    state = job_of([400, 800, 1200, 1600, 2000, 2400, 2800, 3200]).state
+    assert kept(state, "every=1000") == [1200, 2000, 2800, 3200]
+    assert kept(state, "last=3,every=1000") == [1200, 2000, 2400, 2800, 3200]
+
+
+def test_the_last_known_good_is_kept_whatever_was_tainted_after_it() -> None:
+    log = job_of([10, 20, 30, 40, 50])
+    log.add(Taint(attempt=1, from_step=25, to_step=None, reason="NaN"))
+    assert kept(log.state, "last=1") == [20, 40, 50]
+    assert retired(log.state, "last=1") == {10: "not kept by last=1", 30: "tainted"}
+
+
+def test_what_a_rollback_left_behind_is_retired() -> None:
+    log = job_of([10, 20, 30])
+    log.add(attempt(2, ready=4, from_step=10), ready(15, number=2, parent=4), ready(18, number=2, parent=7 + 1))
+    assert kept(log.state, "last=2") == [10, 15, 18]
+    assert retired(log.state, "last=2") == {20: "left behind by a rollback", 30: "left behind by a rollback"}
+
+
+def test_no_policy_keeps_everything() -> None:
+    state = job_of([10, 20, 30]).state
+    assert kept(state, "all") == [10, 20, 30]
+    assert make_retire(state) is None
+
+
+@given(st.data())
+def test_whatever_the_log_a_policy_retires_nothing_that_is_needed(data: st.DataObject) -> None:
+    steps = data.draw(st.lists(st.integers(1, 500), min_size=1, max_size=12, unique=True).map(sorted))
+    log = job_of(steps)
+    for seq in data.draw(st.sets(st.sampled_from(list(log.state.readies)), max_size=3)):
+        log.add(Pin(seq=seq))
+    if data.draw(st.booleans()):
+        log.add(Taint(attempt=1, from_step=data.draw(st.integers(1, 500)), to_step=None, reason="x"))
+    policy = Policy(last=data.draw(st.integers(1, 4)), every=data.draw(st.sampled_from([0, 1, 7, 100])))
+    plan = plan_retention(log.state, policy)
+    assert not {verdict.seq for verdict in plan.retired} & set(needed_by(log.state))
+    assert {verdict.seq for verdict in (*plan.kept, *plan.retired)} == set(log.state.live)
+    assert all(verdict.why for verdict in (*plan.kept, *plan.retired))
