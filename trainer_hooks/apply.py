@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from toprope.trainer_hooks import opaque, rng
 from toprope.trainer_hooks.errors import StateMismatchError, WorldMismatchError
-from toprope.trainer_hooks.image import Image
+from toprope.trainer_hooks.image import Extent, Image
 from toprope.trainer_hooks.inplace import can_hold, overwrite
 from toprope.trainer_hooks.modules import ModelState, model_state, optimizer_names
 from toprope.trainer_hooks.optimizers import owned, with_state
@@ -37,17 +37,32 @@ _MAX_NAMED = 20
 _NOTHING = torch.empty(0)
 
 
+class Held(Protocol):
+    """A shard, or what stands for one, of which each tensor that the document names is at hand."""
+
+    @property
+    def extents(self) -> Mapping[str, Extent]:
+        """Return dtype and shape of each tensor."""
+        ...
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """Return a tensor of ``extents``; it may alias what holds it."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Loaded:
     """A checked state, ready to be applied."""
 
     document: dict[str, Json]
-    images: Mapping[int, Image]
+    images: Mapping[int, Held]
     parts: Parts
     model: ModelState
     rank: int
     meshes: Mapping[Mesh, DeviceMesh]
     """The meshes that the trainer's own tensors are spread over."""
+    left: frozenset[str] = frozenset()
+    """The sections that are left as they are: each rank has its own, and the checkpoint is of other ranks."""
 
     def tensor(self, entry: dict[str, Json]) -> torch.Tensor:
         """Return what this rank holds of the tensor of a document entry; it aliases the image."""
@@ -94,7 +109,34 @@ def check(parts: Parts, images: Mapping[int, Image], *, rank: int, world: int) -
     if document["world"] != world:
         raise WorldMismatchError(f"the checkpoint was saved by {document['world']} ranks and this job has {world}")
     model = model_state(parts.models(), world=world)
-    loaded = Loaded(document, images, parts, model, rank, _meshes(model))
+    return checked(Loaded(document, images, parts, model, rank, _meshes(model)))
+
+
+def needed(document: dict[str, Json]) -> dict[int, set[str]]:
+    """Return the tensors that a document speaks of, by the rank that stored them."""
+    found: dict[int, set[str]] = {}
+    for entry in _entries(document):
+        found.setdefault(entry["rank"], set()).add(entry["name"])
+    return found
+
+
+def check_assembled(
+    parts: Parts, model: ModelState, document: dict[str, Json], held: Held, *, rank: int, left: frozenset[str]
+) -> Loaded:
+    """Return the state that was put together for this rank after the same checks.
+
+    Raises:
+        StateMismatchError: it does not fit; the message lists what is missing, unexpected or different.
+    """
+    return checked(Loaded(document, {rank: held}, parts, model, rank, _meshes(model), left))
+
+
+def checked(loaded: Loaded) -> Loaded:
+    """Return the state after all checks.
+
+    Raises:
+        StateMismatchError: it does not fit; the message lists what is missing, unexpected or different.
+    """
     problems = [*_entry_problems(loaded), *_section_problems(loaded)]
     if not problems:
         problems = [*_value_problems(loaded)]
@@ -103,12 +145,17 @@ def check(parts: Parts, images: Mapping[int, Image], *, rank: int, world: int) -
     if not problems:
         problems = [*_mesh_problems(loaded)]
     if problems:
-        more = [f"and {len(problems) - _MAX_NAMED} more"] if len(problems) > _MAX_NAMED else []
-        raise StateMismatchError(
-            "the checkpoint does not fit this trainer, and nothing was written: "
-            + "; ".join([*problems[:_MAX_NAMED], *more])
-        )
+        raise misfit(problems)
     return loaded
+
+
+def misfit(problems: Sequence[str]) -> StateMismatchError:
+    """Return the error for these problems."""
+    more = [f"and {len(problems) - _MAX_NAMED} more"] if len(problems) > _MAX_NAMED else []
+    return StateMismatchError(
+        "the checkpoint does not fit this trainer, and nothing was written: "
+        + "; ".join([*problems[:_MAX_NAMED], *more])
+    )
 
 
 def _meshes(model: ModelState) -> dict[Mesh, DeviceMesh]:
@@ -135,7 +182,8 @@ def _value_problems(loaded: Loaded) -> Iterable[str]:
         except StateMismatchError as error:
             yield str(error)
             return
-    yield from rng.problems(Decoder(loaded.tensor).decode(loaded.document["rng"], "rng"))
+    if "rng" not in loaded.left:
+        yield from rng.problems(Decoder(loaded.tensor).decode(loaded.document["rng"], "rng"))
 
 
 def _mesh_problems(loaded: Loaded) -> Iterable[str]:
@@ -169,7 +217,7 @@ def _section_problems(loaded: Loaded) -> Iterable[str]:
     given = {"model", "rng", "format", "world", *loaded.parts.stateful()}
     given |= {"meshes", *loaded.parts.optimizers()}
     given |= {"extra"} if loaded.parts.extra is not None else set()
-    return _key_problems("", {"meshes", *loaded.document}, given)
+    return _key_problems("", {"meshes", *loaded.document}, given - loaded.left)
 
 
 def _key_problems(prefix: str, saved: set[str], live: set[str]) -> Iterable[str]:
@@ -193,7 +241,7 @@ def _model_problems(loaded: Loaded) -> Iterable[str]:
         )
     if saved["tied"] != model.tied:
         yield f"model: tied parameters are {saved['tied']} in the checkpoint and {model.tied} here"
-    devices = len(saved_streams) if (saved_streams := loaded.document["rng"]["cuda"]) else 0
+    devices = len(devices_of(model)) if "rng" in loaded.left else len(loaded.document["rng"]["cuda"] or ())
     if devices != len(devices_of(model)):
         yield f"rng.cuda: streams of {devices} devices in the checkpoint, {len(devices_of(model))} here"
 
@@ -283,19 +331,19 @@ def apply(loaded: Loaded) -> None:
             module.set_extra_state(loaded.values(document["model"]["extra_state"][name]))
         for name, optimizer in parts.optimizers().items():
             _apply_optimizer(loaded, name, optimizer)
-    if parts.dataloader is not None:
+    if parts.dataloader is not None and "dataloader" not in loaded.left:
         # A loader may draw a seed when it makes its iterator, which an uninterrupted run did long ago. Asking that of
         # torchdata for its state makes the iterator now, before the random streams are put where they belong.
         parts.dataloader.load_state_dict(loaded.values(document["dataloader"]))
         parts.dataloader.state_dict()
     for name, part in parts.stateful().items():
-        if name != "dataloader":
+        if name != "dataloader" and name not in loaded.left:
             part.load_state_dict(loaded.values(document[name]))
     if parts.extra is not None:
         _apply_extra(loaded, parts.extra)
-    rng.set_streams(
-        Decoder(lambda entry: loaded.tensor(entry).clone()).decode(document["rng"]), devices_of(loaded.model)
-    )
+    if "rng" not in loaded.left:
+        streams = Decoder(lambda entry: loaded.tensor(entry).clone()).decode(document["rng"])
+        rng.set_streams(streams, devices_of(loaded.model))
 
 
 def _apply_optimizer(loaded: Loaded, section: str, optimizer: torch.optim.Optimizer) -> None:
