@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from toprope.trainer_hooks import cuda
-from toprope.trainer_hooks.copying import Copier, Move
+from toprope.trainer_hooks.copying import LARGE_BYTES, Copier, Move
 from toprope.trainer_hooks.errors import StateMismatchError, UnsupportedLeafError
 
 DOCUMENT = "__document__"
@@ -221,6 +221,11 @@ def _joined(first: str, second: str) -> str:
     return f"{first[:-1]}{between}{second[1:]}"
 
 
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Say whether the logical values of a tensor are the bytes that lie at its address, one after the other."""
+    return tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
 class Target:
     """A file mapped for writing whose pages were faulted in, so that a copy into it meets no page fault."""
 
@@ -243,33 +248,32 @@ class Target:
 
     def put_tensor(self, offset: int, tensor: torch.Tensor) -> None:
         """Write the logical values of a tensor, row by row, at an offset."""
-        move = self.move(offset, tensor)
-        if move is not None:
-            move.run()
+        count = tensor.numel() * tensor.dtype.itemsize
+        assert offset + count <= self.bytes
+        if count == 0:
+            return
+        if is_plain(tensor):
+            ctypes.memmove(self._address + offset, tensor.data_ptr(), count)
             return
         if tensor.device.type == "cpu":
             # Gathering first costs a second copy, but is exact for every dtype and stride, lazy views included.
             with torch.no_grad():
-                tensor = tensor.detach().resolve_conj().resolve_neg().contiguous()
-            Move(self._address + offset, tensor, tensor.numel() * tensor.dtype.itemsize).run()
+                plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
+            ctypes.memmove(self._address + offset, plain.data_ptr(), count)
             return
         with torch.no_grad():
             self.typed_view(offset, tensor).copy_(tensor.detach(), non_blocking=True)
 
-    def move(self, offset: int, tensor: torch.Tensor) -> Move | None:
-        """Return the plain copy of memory that writes a tensor at an offset; None when it takes more than that."""
+    def move(self, offset: int, tensor: torch.Tensor) -> Move:
+        """Return the copy of memory that writes a plain tensor at an offset."""
         count = tensor.numel() * tensor.dtype.itemsize
         assert offset + count <= self.bytes
-        if tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
-            return Move(self._address + offset, tensor, count)
-        return None
+        return Move(self._address + offset, tensor, count)
 
     def typed_view(self, offset: int, tensor: torch.Tensor) -> torch.Tensor:
         """Return the place of a tensor as one of its dtype and shape."""
         count = tensor.numel() * tensor.dtype.itemsize
-        assert offset + count <= self.bytes
-        if count == 0:
-            return torch.empty(tensor.shape, dtype=tensor.dtype)
+        assert 0 < count <= self.bytes - offset
         raw = torch.frombuffer(self._view, dtype=torch.uint8, offset=offset, count=count)
         return raw.view(tensor.dtype).reshape(tensor.shape)
 
@@ -296,9 +300,9 @@ def write_image(  # noqa: PLR0913 - what an image consists of, and how it is wri
     later: Collection[str] = _NONE,
     copier: Copier | None = None,
 ) -> int:
-    """Write an image into a mapped file and return its length. When it returns, all bytes but those ``later`` are there.
+    """Write an image into a mapped file and return its length. When it returns, the bytes are there.
 
-    ``copier`` copies with a second thread.
+    Those of the tensors named in ``later`` are not. ``copier`` copies with a second thread.
     """
     target.put(0, header_bytes(plan, len(document), metadata))
     moves: list[Move] = []
@@ -307,11 +311,10 @@ def write_image(  # noqa: PLR0913 - what an image consists of, and how it is wri
             if extent.name in later:
                 continue
             offset, tensor = plan.start + extent.begin, tensors[extent.name]
-            move = None if copier is None else target.move(offset, tensor)
-            if move is None:
-                target.put_tensor(offset, tensor)
+            if copier is not None and extent.bytes >= LARGE_BYTES and is_plain(tensor):
+                moves.append(target.move(offset, tensor))
             else:
-                moves.append(move)
+                target.put_tensor(offset, tensor)
     if copier is not None:
         copier.run(moves)
     target.put(plan.start + plan.tensor_bytes, document)

@@ -125,12 +125,14 @@ def _by_key(part: str, given: Mapping[str, _T] | Sequence[_T]) -> dict[str, _T]:
 class Snapshot:
     """A captured state: the document, and live tensors that are to be copied before training goes on.
 
-    ``pieces`` says which of them are pieces of larger ones, and where they lie in them.
+    ``pieces`` says which of them are pieces of larger ones, and where they lie in them. ``updated_by`` has those that
+    an optimizer updates, and nothing else should, with the section of that optimizer.
     """
 
     document: bytes
     tensors: dict[str, torch.Tensor]
     pieces: dict[str, Piece] = field(default_factory=dict)
+    updated_by: dict[str, str] = field(default_factory=dict)
 
 
 def devices_of(model: ModelState) -> list[int]:
@@ -169,7 +171,7 @@ def capture(parts: Parts, *, rank: int, world: int) -> Snapshot:
         "format": FORMAT,
         "world": world,
         "rng": keeper.encoder().encode("rng", rng.streams(devices_of(model))),
-        "model": _model(model, keeper, owner_of),
+        "model": _model(model, keeper, owner_of, _updaters(parts)),
     }
     for name, optimizer in parts.optimizers().items():
         document[name] = _optimizer(name, optimizer, model, keeper, owner_of)
@@ -179,7 +181,17 @@ def capture(parts: Parts, *, rank: int, world: int) -> Snapshot:
         document["extra"] = _extra(parts.extra, keeper)
     document["meshes"] = [{"shape": list(mesh.shape), "ranks": list(mesh.ranks)} for mesh in keeper.meshes]
     body = json.dumps(document, separators=(",", ":"), allow_nan=False).encode()
-    return Snapshot(body, keeper.tensors, keeper.pieces)
+    return Snapshot(body, keeper.tensors, keeper.pieces, keeper.updated_by)
+
+
+def _updaters(parts: Parts) -> dict[int, str]:
+    """Return the section of the optimizer of each parameter, by its ``id``; none if it has two or no gradient."""
+    found: dict[int, str] = {}
+    for section, optimizer in parts.optimizers().items():
+        for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+            twice = found.get(id(parameter), section) != section
+            found[id(parameter)] = "" if twice or not parameter.requires_grad else section
+    return found
 
 
 def _owners(model: ModelState, rank: int, world: int) -> dict[str, int]:
@@ -213,6 +225,9 @@ class _Keeper:
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     pieces: dict[str, Piece] = field(default_factory=dict)
     meshes: dict[Mesh, int] = field(default_factory=dict)
+    updated_by: dict[str, str] = field(default_factory=dict)
+    updater: str = ""
+    """The section of the optimizer that updates what is kept next; empty when it is none's."""
     _names: set[str] = field(default_factory=set)
 
     def encoder(
@@ -254,6 +269,8 @@ class _Keeper:
             piece = Piece((flat.whole,), (flat.offset,))
         if entry["rank"] == self.rank:
             self.tensors[unique] = local
+            if self.updater:
+                self.updated_by[unique] = self.updater
             if piece is not None and piece.global_shape != tuple(local.shape):
                 self.pieces[unique] = piece
         return entry
@@ -263,14 +280,15 @@ class _Keeper:
         return {"mesh": number, "placements": list(layout.placements), "shape": list(layout.shape)}
 
 
-def _model(model: ModelState, keeper: _Keeper, owner_of: dict[str, int]) -> dict[str, Json]:
+def _model(model: ModelState, keeper: _Keeper, owner_of: dict[str, int], updaters: dict[int, str]) -> dict[str, Json]:
+    params = {}
+    for name, parameter in model.params.items():
+        keeper.updater = updaters.get(id(parameter), "")
+        encoder = keeper.encoder(owner_of.get(name), parameter, model.flat.get(name))
+        params[name] = encoder.on_tensor(f"model.{name}", model.kept(name))
+    keeper.updater = ""
     return {
-        "params": {
-            name: keeper.encoder(owner_of.get(name), parameter, model.flat.get(name)).on_tensor(
-                f"model.{name}", model.kept(name)
-            )
-            for name, parameter in model.params.items()
-        },
+        "params": params,
         "buffers": {
             name: keeper.encoder().on_tensor(f"model.{name}", tensor) for name, tensor in model.buffers.items()
         },
@@ -301,6 +319,7 @@ def _optimizer(
         )
     mine = owned(optimizer, model.params)
     state = {}
+    keeper.updater = section
     for parameter, values in with_state(optimizer).state.items():
         name = names.get(id(parameter))
         if name is None:
@@ -310,6 +329,7 @@ def _optimizer(
         owner = owner_of.get(name) if mine is None else None
         encoder = keeper.encoder(owner, parameter, model.flat.get(name))
         state[name] = encoder.encode(f"{section}.state.{name}", values)
+    keeper.updater = ""
     return {"groups": groups, "state": state, "owned": mine}
 
 

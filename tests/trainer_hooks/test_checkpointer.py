@@ -149,9 +149,9 @@ def test_a_page_is_writing_then_sealed_and_the_frame_comes_after(
         pages.append(page.state)
         write_page(path, page)
 
-    def image(*arguments: Any) -> int:  # noqa: ANN401 - passes all on
+    def image(*arguments: Any, **named: Any) -> int:  # noqa: ANN401 - passes all on
         assert pages[-1] is SlotState.WRITING
-        return write_image(*arguments)
+        return write_image(*arguments, **named)
 
     monkeypatch.setattr(saving, "write_page", page)
     monkeypatch.setattr(saving, "write_image", image)
@@ -239,9 +239,9 @@ def test_a_slot_filled_while_the_connection_broke_is_announced_on_the_next(
     checkpointer = _hook(sidecar, made, trainer)
     _begin(sidecar, checkpointer, trainer)
 
-    def broken(*arguments: Any) -> int:  # noqa: ANN401 - passes all on
+    def broken(*arguments: Any, **named: Any) -> int:  # noqa: ANN401 - passes all on
         sidecar.kill()
-        return write_image(*arguments)
+        return write_image(*arguments, **named)
 
     monkeypatch.setattr(saving, "write_image", broken)
     _train(trainer, checkpointer, 2, 2)

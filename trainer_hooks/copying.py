@@ -1,0 +1,134 @@
+"""Copies of plain memory, and the one thread beside the trainer's own that makes them."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+WORTH_A_THREAD_BYTES = 4 * 1024 * 1024
+"""Below this, to wake a thread takes longer than it saves."""
+
+LARGE_BYTES = 64 * 1024
+"""From here on, the copy of a tensor takes longer than what is done about it."""
+SAMPLE_BYTES = 4096
+_HOP_BYTES = 1_000_003 * 64
+_CACHE_LINE_BYTES = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """A copy of ``count`` bytes to an address, from ``begin`` of a contiguous tensor, which it keeps alive."""
+
+    to: int
+    source: torch.Tensor
+    count: int
+    begin: int = 0
+
+    def run(self) -> None:
+        """Copy. Other threads of Python run meanwhile."""
+        if self.count:
+            ctypes.memmove(self.to, self.source.data_ptr() + self.begin, self.count)
+
+    def same(self) -> bool:
+        """Say whether both sides have the same bytes."""
+        return not self.count or _memcmp(self.to, self.source.data_ptr() + self.begin, self.count) == 0
+
+    def sample(self, turn: int) -> Callable[[], bool]:
+        """Keep some of the bytes as they are now; return what says whether both sides have them then."""
+        begin, count = sample_place(self.count, turn)
+        place = self.part(begin, count)
+        golden = ctypes.string_at(self.source.data_ptr() + place.begin, count)
+        return lambda: ctypes.string_at(place.to, count) == golden and place.same()
+
+    def part(self, begin: int, count: int) -> Move:
+        """Return the copy of a part of this one's bytes."""
+        assert begin + count <= self.count
+        return Move(self.to + begin, self.source, count, self.begin + begin)
+
+
+def sample_place(size: int, turn: int) -> tuple[int, int]:
+    """Return which bytes of so many to sample: another place each turn, so that in time all are."""
+    count = min(size, SAMPLE_BYTES)
+    return (turn * _HOP_BYTES) % (size - count + 1), count
+
+
+_memcmp = ctypes.CDLL(None).memcmp
+_memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+_memcmp.restype = ctypes.c_int
+
+
+class Copier:
+    """One thread that does the work it is given, in order; it is started by the first."""
+
+    def __init__(self, *, threads: int) -> None:
+        self._threads = threads
+        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def start(self, work: Callable[[], None]) -> None:
+        """Have the thread do this, which must not raise."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._serve, name="toprope-copy", daemon=True)
+            self._thread.start()
+        self._work.put(work)
+
+    def run(self, moves: Sequence[Move]) -> None:
+        """Make these copies, half of them in the thread if the machine has a processor for it."""
+        total = sum(move.count for move in moves)
+        if self._threads == 1 or total < WORTH_A_THREAD_BYTES:
+            _run(moves)
+            return
+        mine, other = _halves(moves, total)
+        done = threading.Event()
+
+        def rest() -> None:
+            try:
+                _run(other)
+            finally:
+                done.set()
+
+        self.start(rest)
+        _run(mine)
+        done.wait()
+
+    def close(self) -> None:
+        """End the thread once it has done what it was given."""
+        if self._thread is not None:
+            self._work.put(None)
+            self._thread.join()
+            self._thread = None
+
+    def _serve(self) -> None:
+        while (work := self._work.get()) is not None:
+            work()
+
+
+def _run(moves: Sequence[Move]) -> None:
+    for move in moves:
+        move.run()
+
+
+def _halves(moves: Sequence[Move], total: int) -> tuple[list[Move], list[Move]]:
+    """Cut the work into two of the same size, through the middle of a tensor where need be."""
+    mine: list[Move] = []
+    left = total // 2
+    for number, move in enumerate(moves):
+        if move.count >= left:
+            cut = left // _CACHE_LINE_BYTES * _CACHE_LINE_BYTES
+            return [*mine, move.part(0, cut)], [move.part(cut, move.count - cut), *moves[number + 1 :]]
+        mine.append(move)
+        left -= move.count
+    return mine, []
+
+
+def threads_for_copying() -> int:
+    """Return with how many threads to copy: two, if each trainer on this machine has two processors."""
+    trainers = os.environ.get("LOCAL_WORLD_SIZE", "1")
+    share = len(os.sched_getaffinity(0)) // (int(trainers) if trainers.isdecimal() and trainers != "0" else 1)
+    return 2 if share >= 2 else 1  # noqa: PLR2004 - see the docstring
