@@ -1,6 +1,6 @@
 """The part that lives in the trainer: capture, hand-over and restore. Standard library and torch only.
 
-``Checkpointer`` and the errors are loaded when they are first asked for, so that a sidecar can import the frames
+What it exports is loaded when it is first asked for, so that a sidecar can import the frames
 (``toprope.trainer_hooks.wire``) without torch.
 """
 
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from toprope.trainer_hooks.checkpointer import Checkpointer
+    from toprope.trainer_hooks.elastic import ElasticSampler
     from toprope.trainer_hooks.errors import (
         HookError,
         RestoreError,
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Checkpointer",
+    "ElasticSampler",
     "HookError",
     "RestoreError",
     "SidecarUnavailableError",
@@ -38,9 +40,11 @@ __all__ = [
     "one_line_errors",
 ]
 
+_MODULES = {"Checkpointer": "checkpointer", "ElasticSampler": "elastic"}
+
 
 def __getattr__(name: str) -> object:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = "checkpointer" if name == "Checkpointer" else "errors"
+    module = _MODULES.get(name, "errors")
     return getattr(importlib.import_module(f"{__name__}.{module}"), name)

@@ -6,7 +6,7 @@ import logging
 import os
 import re
 import time
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -14,7 +14,8 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import nn
 
-from toprope.trainer_hooks import wire
+from toprope.trainer_hooks import warmup, wire
+from toprope.trainer_hooks.elastic import sampler_of
 from toprope.trainer_hooks.errors import SidecarUnavailableError, UsageError
 from toprope.trainer_hooks.launch import own_launch_id, this_world
 from toprope.trainer_hooks.modules import model_state
@@ -69,7 +70,7 @@ class Checkpointer:
         | Sequence[torch.optim.Optimizer]
         | None = None,
         lr_scheduler: Stateful | Mapping[str, Stateful] | Sequence[Stateful] | None = None,
-        dataloader: Stateful | None = None,
+        dataloader: Stateful | Iterable[Any] | None = None,
         extra: Stateful | MutableMapping[str, Any] | None = None,
         scaler: Stateful | None = None,
         strict: bool = False,
@@ -88,11 +89,13 @@ class Checkpointer:
                 "without '..'"
             )
         self._job = job
+        self._sampler = sampler_of(dataloader)
+        data: Any = dataloader  # one that has no state is refused below
         self._parts = Parts(
             model=model,
             optimizer=optimizer,
             lr_scheduler=lr_scheduler,
-            dataloader=dataloader,
+            dataloader=self._sampler if self._sampler is not None else data,
             scaler=scaler,
             extra=extra,
         )
@@ -121,8 +124,12 @@ class Checkpointer:
         """What came of the due steps so far."""
         return self._stats
 
-    def restore(self) -> int:
+    def restore(self, warm_up: Callable[[], object] | None = None) -> int:
         """Bring the trainer to where the job stands and return that step; 0 for a new job.
+
+        ``warm_up`` is called before that and does one forward and backward pass on any batch, on all ranks: DDP's
+        buckets, ``torch.compile`` and autotuning settle, so that a restarted run computes as one that never ended. All
+        that it changed in what the hook keeps is put back, and gradients are set to None.
 
         Raises:
             SidecarUnavailableError: on every rank, when one of them has no sidecar.
@@ -131,8 +138,11 @@ class Checkpointer:
         """
         world = self._world
         launch_id = str(world.broadcast(own_launch_id()))
-        _warn_of_regrouping(self._parts.models(), world.size)
+        if warm_up is None:
+            _warn_of_regrouping(self._parts.models(), world.size)
         members = self._members(launch_id)
+        if warm_up is not None:
+            warmup.warm_up(self._parts, warm_up)
         if members is None:
             logger.warning("no sidecar, and fresh_ok: training begins at step 0 and nothing is saved")
             return self._begin(0)
@@ -198,6 +208,11 @@ class Checkpointer:
         if step != self._next_step:
             raise UsageError(self._wrong_step(step))
         self._next_step = step + 1
+        if self._sampler is not None and not self._sampler.trained:
+            raise UsageError(
+                f"end_step({step}) and no sample was said to be trained on: call sampler.advance(n) with the number of "
+                "this rank's samples before end_step"
+            )
         if self._saver is not None:
             self._saver.end_step(step)
 
@@ -254,8 +269,9 @@ def _warn_of_regrouping(models: nn.Module | Mapping[str, nn.Module], world: int)
         if ddp.static_graph or not ddp.find_unused_parameters:
             logger.warning(
                 "DDP regroups its gradient buckets after the first backward pass of each process; with %d ranks a "
-                "restarted run then sums in another order and is not bit-identical. Wrap with "
-                "DistributedDataParallel(..., find_unused_parameters=True) if that matters",
+                "restarted run then sums in another order and is not bit-identical. If that matters, give "
+                "restore(warm_up=...) a forward and backward pass, or wrap with "
+                "DistributedDataParallel(..., find_unused_parameters=True)",
                 world,
             )
             return
