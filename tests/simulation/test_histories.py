@@ -26,6 +26,7 @@ def found(chunk: int) -> Found:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("chunk", CHUNKS)
 def test_no_history_breaks_a_promise(chunk: int) -> None:
     broken = found(chunk).broken
