@@ -64,7 +64,6 @@ def test_parameters_and_their_optimizer_state_are_stored_once_in_all(outcome: Ou
     assert all(held & parameters for held in stored)
 
 
-@pytest.mark.fault("B36")
 def test_buffers_and_random_streams_are_stored_by_each_rank_for_itself(outcome: Outcome) -> None:
     own = {f"model.{name}" for name, _ in tiny().model.named_buffers()} | {"rng.torch", "rng.python.state", DOCUMENT}
     assert all(own <= set(image.extents) for image in outcome.images)

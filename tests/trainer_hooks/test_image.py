@@ -111,7 +111,6 @@ def _views() -> dict[str, torch.Tensor]:
     }
 
 
-@pytest.mark.fault("B12")
 @pytest.mark.parametrize("what", _views())
 def test_a_view_is_kept_by_its_logical_values(tmp_path: Path, what: str) -> None:
     view = _views()[what]

@@ -12,45 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.support.tiny_trainer import assert_same_tensor, load, save
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from toprope.trainer_hooks.errors import UnsupportedLeafError, UsageError
 from toprope.trainer_hooks.layout import owners
 from toprope.trainer_hooks.modules import model_state
 from toprope.trainer_hooks.spec import spec_of
 from toprope.trainer_hooks.state import Parts, capture
-
-
-class _Named(nn.Module):
-    """A model with a submodule that is really called ``module``, and one that is compiled or checkpointed."""
-
-    def __init__(self, *, wrapped: bool) -> None:
-        super().__init__()
-        self.module = nn.Linear(2, 2)
-        block: nn.Module = nn.Linear(2, 2)
-        self.block = torch.compile(block, backend="eager") if wrapped else block
-        self.again = checkpoint_wrapper(nn.Linear(2, 2)) if wrapped else nn.Linear(2, 2)
-
-
-@pytest.mark.fault("B29")
-@pytest.mark.parametrize("from_wrapped", [True, False])
-def test_wrappers_do_not_show_in_the_names(tmp_path: Path, *, from_wrapped: bool) -> None:
-    def build(*, wrapped: bool) -> nn.Module:
-        model: Any = _Named(wrapped=wrapped)
-        if not wrapped:
-            return model  # type: ignore[no-any-return]
-        compiled: Any = torch.compile(model, backend="eager")
-        return nn.DataParallel(compiled)
-
-    saved, live = build(wrapped=from_wrapped), build(wrapped=not from_wrapped)
-    assert set(model_state(live, world=1).params) == {
-        f"{part}.{what}" for part in ("module", "block", "again") for what in ("weight", "bias")
-    }
-    assert spec_of(Parts(model=saved)) == spec_of(Parts(model=live))
-    load(Parts(model=live), save(Parts(model=saved), tmp_path / "i"))
-    expected = model_state(saved, world=1).params
-    for name, parameter in model_state(live, world=1).params.items():
-        assert_same_tensor(parameter, expected[name])
 
 
 def test_a_tied_weight_is_stored_once_and_stays_tied(tmp_path: Path) -> None:
