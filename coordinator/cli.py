@@ -60,6 +60,10 @@ def coordinator(  # noqa: PLR0913 - the options of a service
     verdict_deadline_s: Annotated[
         float, typer.Option("--verdict-deadline", help="Seconds that all ranks have for a phase of a restore.")
     ] = 300.0,
+    retain: Annotated[
+        str | None,
+        typer.Option("--retain", help="Checkpoints to keep, as last=3,every=1000; or all. Default: as the log has it."),
+    ] = None,
     token_file: TokenFile = None,
     ready_file: Annotated[
         Path | None, typer.Option("--ready-file", help="Write {url, pid, broker} here once it serves.")
@@ -80,6 +84,7 @@ def coordinator(  # noqa: PLR0913 - the options of a service
         token=read_token(token_file),
         ready_file=ready_file,
         verdict_deadline_s=verdict_deadline_s,
+        retain=retain,
     )
     check_ready_file(ready_file)
     _log_to_stderr()

@@ -9,13 +9,15 @@ from toprope.coordinator.settings import Address, check_reach
 from toprope.coordinator.wire import Cadence
 from toprope.store.errors import UsageError
 from toprope.store.names import checked_id
+from toprope.store.retention import parse_policy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
     """A coordinator's configuration. ``broker`` None: the documents go by HTTP alone.
 
-    ``embedded_broker``: the address at which to run a broker of its own.
+    ``embedded_broker``: the address at which to run a broker of its own. ``retain``: the policy of retention to put
+    into the job log; None: leave there what there is.
     """
 
     job: str
@@ -27,6 +29,7 @@ class Config:
     token: str
     ready_file: Path | None
     verdict_deadline_s: float = 300.0
+    retain: str | None = None
     heartbeat_s: float = 2.0
     tick_s: float = 0.5
     probe_timeout_s: float = 2.0
@@ -39,6 +42,7 @@ class Config:
         """
         checked_id(self.job, what="job")
         check_cadence(self.cadence)
+        parse_policy(self.retain or "")
         if self.broker is not None and self.embedded_broker is not None:
             raise UsageError("give --broker or --embedded-broker, not both")
         for where, what in ((self.listen, "--listen"), (self.embedded_broker, "--broker-listen")):

@@ -54,6 +54,11 @@ class ReadBackHere:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Tidy:
+    """Retire what the job's policy does not keep, and delete what the log has condemned."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
     """Answer a request for an attempt."""
 
@@ -69,4 +74,4 @@ class Say:
     text: str
 
 
-Effect: TypeAlias = Publish | Probe | Prepare | Append | Commit | ReadBackHere | Answer | Say
+Effect: TypeAlias = Publish | Probe | Prepare | Append | Commit | ReadBackHere | Tidy | Answer | Say

@@ -16,11 +16,12 @@ from toprope.store.records import Elected, Job, Record
 class Log:
     """The job log as one writer has it: appends one at a time, and knows no record less than it has read."""
 
-    def __init__(self, store: StorePort, job: str, *, writer_id: str) -> None:
+    def __init__(self, store: StorePort, job: str, *, writer_id: str, url: str = "") -> None:
         self.state = JobState(job=job)
         self.term = 0
         self._store = store
         self._writer_id = writer_id
+        self._url = url
         self._one_at_a_time = asyncio.Lock()
 
     async def elect(self, *, job_uid: str) -> None:
@@ -30,16 +31,26 @@ class Log:
             return Job(uid=job_uid, name=state.job) if state.n == 0 else None
 
         await self.append(make_job)
-        done = await self.append(lambda _: Elected())
+        done = await self.append(lambda _: Elected(url=self._url))
         self.term = done.state.term
 
     async def append(self, make: Callable[[JobState], Record | None]) -> Appended:
-        """Append what ``make`` decides on; raises as ``append_steps``."""
+        """Append what ``make`` decides on; raises as ``append_steps``.
+
+        A command that was elected in passing, to append a record or two, is followed by a new term of ours.
+        """
+
+        def make_or_return(state: JobState) -> Record | None:
+            return Elected(url=self._url) if 0 < self.term < state.term and state.passing else make(state)
+
         async with self._one_at_a_time:
-            steps = append_steps(self.state, make, term=self.term, writer_id=self._writer_id)
-            done = await drive(steps, self._call)
-            self.state = done.state
-            return done
+            while True:
+                steps = append_steps(self.state, make_or_return, term=self.term, writer_id=self._writer_id)
+                done = await drive(steps, self._call)
+                self.state = done.state
+                if not self.term or not isinstance(done.record, Elected):
+                    return done
+                self.term = done.state.term
 
     async def catch_up(self) -> None:
         """Read what others have appended.

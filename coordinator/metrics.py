@@ -23,6 +23,15 @@ class Metrics:
         self.commits_failed = self._counter(
             "toprope_commits_failed_total", "Steps that did not become READY when tried"
         )
+        self.readies_retired = self._counter(
+            "toprope_readies_retired_total", "READY checkpoints that this coordinator retired by the job's policy"
+        )
+        self.objects_deleted = self._counter(
+            "toprope_objects_deleted_total", "Objects that this coordinator deleted as garbage"
+        )
+        self.tidying_failed = self._counter(
+            "toprope_tidying_failed_total", "Times that retention or garbage collection came to nothing"
+        )
         self.requests_refused = self._counter("toprope_attempts_refused_total", "Requests for an attempt that got none")
 
     def _gauge(self, name: str, text: str) -> Gauge:

@@ -15,7 +15,7 @@ from typing import TypeAlias
 import msgspec
 
 from toprope.store.errors import FencedError, UsageError
-from toprope.store.fold import JobState
+from toprope.store.fold import JobState, needed_by
 from toprope.store.log import append, read_log
 from toprope.store.objects.protocol import ObjectStore
 from toprope.store.records import Elected, Job, Pin, Record, Retire, Taint, Unpin
@@ -25,6 +25,19 @@ Change: TypeAlias = Job | Pin | Unpin | Taint | Retire
 MAX_CHANGE_BYTES = 32 * 1024
 _REASON_CHARS_MAX = 1000
 _TRIES = 5
+
+
+class ChangeRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a command asks of the coordinator of a job."""
+
+    job_uid: str
+    change: Change
+
+
+class ChangeAnswer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The number of the record that was appended; None if things were so already."""
+
+    seq: int | None
 
 
 def checked(state: JobState, change: Change) -> Change | None:
@@ -43,9 +56,12 @@ def checked(state: JobState, change: Change) -> Change | None:
         case Taint():
             return _checked_taint(state, change)
         case Retire():
+            needed = needed_by(state)
             for seq in change.seqs:
                 _check_live(state, seq, "retired")
-            return change
+                if seq in needed:
+                    raise UsageError(f"READY {seq} of job {state.job} can't be retired: it is {needed[seq]}")
+            return change if change.seqs else None
         case Job():
             return _checked_job(state, change)
 
@@ -67,6 +83,30 @@ def _checked_taint(state: JobState, taint: Taint) -> Taint | None:
     same = (taint.attempt, taint.from_step, taint.to_step)
     known = {(one.attempt, one.from_step, one.to_step) for one in state.taints}
     return None if same in known else taint
+
+
+def taints_of(
+    state: JobState, *, from_step: int, to_step: int | None, reason: str, attempt: int | None = None
+) -> tuple[Taint, ...]:
+    """Return the taints of these steps (to the end of the job without ``to_step``): of one attempt, or of the lineage.
+
+    Raises:
+        UsageError: the lineage has none of these steps.
+    """
+    if to_step is not None and to_step < from_step:
+        raise UsageError(f"steps {from_step} to {to_step} are no range: the last is before the first")
+    if attempt is not None:
+        return (Taint(attempt=attempt, from_step=from_step, to_step=to_step, reason=reason),)
+    numbers = {one.uid: one.attempt for one in state.attempts}
+    taints = []
+    for stretch in state.lineage():
+        begin, ends = max(from_step, stretch.after + 1), [end for end in (to_step, stretch.upto) if end is not None]
+        if not ends or begin <= min(ends):
+            end = min(ends) if ends else None
+            taints.append(Taint(attempt=numbers[stretch.attempt_uid], from_step=begin, to_step=end, reason=reason))
+    if not taints:
+        raise UsageError(f"job {state.job}: no attempt that led to where it is has step {from_step}")
+    return tuple(reversed(taints))
 
 
 def _checked_job(state: JobState, job: Job) -> Job | None:
@@ -93,13 +133,13 @@ def policy_change(state: JobState, text: str) -> Job:
     return Job(uid=state.job_uid, name=state.job, retain="" if policy is None else str(policy))
 
 
-def encode(change: Change) -> bytes:
-    """Return a change as JSON, for the coordinator."""
-    return msgspec.json.encode(change)
+def make_policy(state: JobState, *, text: str) -> Change | None:
+    """Return the record that sets the policy of retention, or None if it is that already."""
+    return checked(state, policy_change(state, text))
 
 
-def decode(body: bytes) -> Change:
-    """Return the change in these bytes, which come from the network.
+def decode(body: bytes) -> ChangeRequest:
+    """Return the request in these bytes, which come from the network.
 
     Raises:
         UsageError: they are none.
@@ -107,10 +147,9 @@ def decode(body: bytes) -> Change:
     if len(body) > MAX_CHANGE_BYTES:
         raise UsageError(f"a change of {len(body)} bytes; at most {MAX_CHANGE_BYTES}")
     try:
-        change: Change = msgspec.json.decode(body, type=Change)
+        return msgspec.json.decode(body, type=ChangeRequest)
     except msgspec.DecodeError as error:
         raise UsageError(f"not a change of a job: {error}") from error
-    return change
 
 
 def append_in_passing(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from toprope.store.checkpoint import read_capped
 from toprope.store.errors import CorruptObjectError, MissingObjectError, StoreError
@@ -71,25 +71,29 @@ def survey(
     state: JobState,
     *,
     list_holds: Callable[[], tuple[Key, ...]] | None = None,
+    as_if_retired: AbstractSet[int] = frozenset(),
     weigh: bool = False,
 ) -> GcPlan:
     """Return what may be deleted. ``state`` is the log as it was read before: what was retired by then is looked at.
 
     What is retired after that stays for this time, since a reader may have begun with it before. ``list_holds`` returns
-    the holds that count, all of them unless told otherwise; ``weigh`` looks up the sizes of what is condemned.
+    the holds that count, all of them unless told otherwise; ``weigh`` looks up the sizes of what is condemned. With
+    ``as_if_retired`` it is a plan of what could be deleted if these were retired, and not to be executed.
 
     Raises:
         StoreError: a manifest or an index of what is kept can't be read, so nothing may be deleted.
         UnavailableError: the store did not answer.
     """
-    job = state.job
+    job, read = state.job, state
     holds = list_holds() if list_holds is not None else tuple(store.list(holds_prefix(job)))
     listing = Listing(
         holds=holds,
         objects=tuple(store.list(shards_prefix(job))) + tuple(store.list(manifests_prefix(job))),
         snaps=tuple(store.list(snaps_prefix(job))),
     )
-    frozen = read_on(store, state)
+    state = replace(state, retired=state.retired | as_if_retired)
+    frozen = read_on(store, read)
+    frozen = replace(frozen, retired=frozen.retired | as_if_retired)
     held = held_seqs(job, listing.holds) & frozen.retired
     named = set(_named_by_kept(store, frozen, {*state.live, *frozen.live}))
     named |= set(_named_by_held(store, frozen, held))

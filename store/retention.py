@@ -14,7 +14,7 @@ from toprope.store.errors import UsageError
 from toprope.store.fold import JobState, needed_by
 from toprope.store.records import Retire
 
-_RETIRED_AT_ONCE_MAX = 2000
+RETIRED_AT_ONCE_MAX = 2000
 _HOW = "give last=N, every=K or both, as in last=3,every=1000, or 'all' to keep everything"
 
 
@@ -104,5 +104,5 @@ def _why_retired(state: JobState, seq: int, policy: Policy | None) -> str:
 def make_retire(state: JobState) -> Retire | None:
     """Return the record that retires what the job's own policy does not keep, or None if that is nothing."""
     plan = plan_retention(state, parse_policy(state.retain))
-    seqs = tuple(verdict.seq for verdict in plan.retired[:_RETIRED_AT_ONCE_MAX])
+    seqs = tuple(verdict.seq for verdict in plan.retired[:RETIRED_AT_ONCE_MAX])
     return Retire(seqs=seqs) if seqs else None

@@ -137,7 +137,7 @@ def _on_one_line(words: str) -> str:
 
 def _in_words(record: Record) -> str:
     match record:
-        case Job(spec_sha256=None):
+        case Job(prev=""):
             words = f"job {record.name}, uid {record.uid}, format {record.format}"
         case Job():
             words = _set_by(record)

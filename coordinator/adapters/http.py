@@ -25,7 +25,9 @@ from toprope.coordinator.wire import (
     decode,
     encode,
 )
-from toprope.store.errors import UsageError
+from toprope.store.changes import ChangeAnswer, ChangeRequest
+from toprope.store.changes import decode as decode_change
+from toprope.store.errors import CkptError, UsageError
 from toprope.store.names import checked_id
 
 _WAIT_S_MAX = 30.0
@@ -47,6 +49,14 @@ class Service(Protocol):
     async def desired_after(self, term: int, version: int) -> None:
         """Return once there is a Desired newer than (term, version)."""
 
+    async def change(self, asked: ChangeRequest) -> ChangeAnswer:
+        """Append a change of the job that a person asks for.
+
+        Raises:
+            UsageError: it may not be made.
+            CkptError: it could not be made.
+        """
+
     async def open(self, request: OpenRequest) -> OpenAnswer:
         """Return the attempt for a launch, or why there is none."""
 
@@ -62,6 +72,7 @@ def application(service: Service, *, token: str) -> web.Application:
         [
             web.put("/v1/nodes/{node}/inventory", routes.put_inventory),
             web.post("/v1/attempts", routes.post_attempt),
+            web.post("/v1/changes", routes.post_change),
             web.get("/v1/desired", routes.get_desired),
             web.get("/v1/status", routes.get_status),
             web.get("/healthz", routes.get_health),
@@ -113,6 +124,15 @@ class _Routes:
         except DocumentError as error:
             raise web.HTTPBadRequest(text=f"{error}\n") from error
         return _json(encode(await self._service.open(wanted)))
+
+    async def post_change(self, request: web.Request) -> web.Response:
+        try:
+            answer = await self._service.change(decode_change(await request.read()))
+        except UsageError as error:
+            raise web.HTTPConflict(text=f"{error}\n") from error
+        except CkptError as error:
+            raise web.HTTPServiceUnavailable(text=f"{error}\n") from error
+        return _json(encode(answer))
 
     async def get_desired(self, request: web.Request) -> web.Response:
         """Answer the Desired: with ``after`` (``term.version``) and ``wait_s``, once it is newer or time is up."""

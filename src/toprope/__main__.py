@@ -33,11 +33,21 @@ GROUPS: dict[str, dict[str, Program]] = {
         "show": Program(module="toprope.store.cli", purpose="show a job: its log, a manifest, the tensors, the files"),
         "verify": Program(module="toprope.store.cli", purpose="read everything back and check every digest"),
         "restore": Program(module="toprope.store.cli", purpose="write a checkpoint's shards into a new directory"),
-        "export": Program(module="toprope.store.cli_export", purpose="write whole tensors as plain safetensors files"),
+        "export": Program(
+            module="toprope.store.cli_export", purpose="write whole tensors as safetensors, DCP or torch.save"
+        ),
+        "import": Program(module="toprope.store.cli_import", purpose="make a job of a checkpoint that others wrote"),
         "copy": Program(module="toprope.store.cli_copy", purpose="bring a job or a checkpoint into another store"),
         "diff": Program(module="toprope.store.cli_diff", purpose="say which tensors of two checkpoints differ"),
         "log": Program(module="toprope.store.cli_log", purpose="print the job log, a record a line"),
         "du": Program(module="toprope.store.cli_usage", purpose="say what a store weighs, and what nothing names"),
+    },
+    "Keep, distrust and delete": {
+        "pin": Program(module="toprope.coordinator.cli_changes", purpose="keep a checkpoint, whatever the policy says"),
+        "unpin": Program(module="toprope.coordinator.cli_changes", purpose="lift a pin"),
+        "taint": Program(module="toprope.coordinator.cli_changes", purpose="say that steps are not to be trusted"),
+        "gc": Program(module="toprope.coordinator.cli_changes", purpose="retire what is not kept, delete what is left"),
+        "job": Program(module="toprope.coordinator.cli_changes", purpose="set a job's retention, accept another spec"),
     },
     "Run a job's services": {
         "up": Program(module="toprope.coordinator.cli", purpose="start all that one machine needs"),

@@ -21,6 +21,7 @@ from toprope.coordinator.wire import (
     Presence,
     encode,
 )
+from toprope.store.changes import ChangeAnswer, ChangeRequest
 
 INVENTORY = FakeNode(name="a", job_uid="00").say()
 
@@ -45,6 +46,9 @@ class Ear:
         raise NotImplementedError
 
     async def open(self, request: OpenRequest) -> OpenAnswer:
+        raise NotImplementedError
+
+    async def change(self, asked: ChangeRequest) -> ChangeAnswer:
         raise NotImplementedError
 
     def status(self) -> Presence | None:

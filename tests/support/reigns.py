@@ -13,7 +13,18 @@ from tests.support.fake_store import FakeStore
 
 from toprope.coordinator import spec as specs
 from toprope.coordinator.core import Core, Settings
-from toprope.coordinator.effects import Answer, Append, Commit, Effect, Prepare, Probe, Publish, ReadBackHere, Say
+from toprope.coordinator.effects import (
+    Answer,
+    Append,
+    Commit,
+    Effect,
+    Prepare,
+    Probe,
+    Publish,
+    ReadBackHere,
+    Say,
+    Tidy,
+)
 from toprope.coordinator.events import (
     Asked,
     CommitFailed,
@@ -65,7 +76,14 @@ def copy_of(  # noqa: PLR0913 - what a copy consists of
 ) -> Copy:
     """Return a copy as a sidecar lists it, right unless the fields say otherwise."""
     stem = f"job/shards/a{attempt}/s{step}/rank-{rank}"
-    listed = {"key": f"{stem}-0a", "nonce": "0a", "index_key": f"{stem}.index", "index_sha256": "1d" * 32}
+    listed = {
+        "key": f"{stem}-0a",
+        "nonce": "0a",
+        "index_key": f"{stem}.index",
+        "index_sha256": "1d" * 32,
+        "stored_bytes": 100,
+        "stored_digest": digest_is or digest(attempt_uid, step, rank),
+    }
     return Copy(
         attempt=attempt,
         attempt_uid=attempt_uid,
@@ -146,6 +164,7 @@ class Reign:
         self.said: list[Say] = []
         self.waiting: deque[Effect] = deque()
         self.requests = 0
+        self.tidied = 0
         self.state = JobState(job=JOB)
         self.term = 0
         self.writer_id = f"c{len(self.store.objects)}"
@@ -338,6 +357,8 @@ class Reign:
                 self._tell(self._open(effect.intent))
             case Commit():
                 self._tell(self._commit(effect.intent))
+            case Tidy():
+                self.tidied += 1
             case ReadBackHere():
                 task = effect.task
                 result = ReadBack(key=task.key, digest=task.digest, ok=True, found=task.digest)
@@ -358,7 +379,7 @@ class Reign:
     def _offer(self, seq: int) -> Offer:
         ready = self.state.readies[seq]
         receipts = self.readies[seq].receipts
-        shards = tuple(Stored(key=one.copy.key, bytes=one.copy.bytes, digest=one.copy.digest) for one in receipts)
+        shards = tuple(Stored(key=one.copy.index_key, bytes=one.copy.bytes, digest=one.copy.digest) for one in receipts)
         return Offer(
             seq=seq,
             attempt=ready.attempt,

@@ -1,0 +1,63 @@
+"""Retention and garbage collection in a reign: off the way to READY, one at a time, and never fatal."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from toprope.coordinator.log import Log
+from toprope.coordinator.metrics import Metrics
+from toprope.coordinator.ports import StorePort
+from toprope.store.errors import CkptError, FencedError
+from toprope.store.holds import HoldWatch
+from toprope.store.records import Retire
+from toprope.store.retention import make_retire
+
+_LOG = logging.getLogger("toprope.coordinator")
+
+
+class Tidier:
+    """Does what the job's policy of retention says, when it is told that there may be something to do."""
+
+    def __init__(self, store: StorePort, log: Log, metrics: Metrics) -> None:
+        self._store = store
+        self._log = log
+        self._metrics = metrics
+        self._watch = HoldWatch()
+        self._busy = False
+        self._again = False
+
+    async def tidy(self) -> None:
+        """Retire and delete; told so while it does, it begins anew at its end.
+
+        Raises:
+            FencedError: another coordinator has been elected.
+        """
+        self._again = True
+        if self._busy:
+            return
+        self._busy = True
+        try:
+            while self._again:
+                self._again = False
+                await self._round()
+        finally:
+            self._busy = False
+
+    async def _round(self) -> None:
+        try:
+            done = await self._log.append(make_retire)
+            if isinstance(done.record, Retire):
+                self._metrics.readies_retired.inc(len(done.record.seqs))
+                _LOG.info("retired READY %s", ", ".join(str(seq) for seq in done.record.seqs))
+            now_s = asyncio.get_running_loop().time()
+            plan = await self._store.collect_garbage(self._log.state, self._watch, now_s=now_s)
+        except FencedError:
+            raise
+        except CkptError as error:
+            self._metrics.tidying_failed.inc()
+            _LOG.warning("old checkpoints were not cleared away, which is tried again later: %s", error)
+        else:
+            self._metrics.objects_deleted.inc(len(plan.condemned))
+            if plan.condemned:
+                _LOG.info("deleted %d objects that the log has condemned", len(plan.condemned))

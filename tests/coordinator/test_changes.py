@@ -1,0 +1,345 @@
+"""Pins, taints, retention and specs: by a coordinator that lives, by a command alone, and by both in turn."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import aiohttp
+import msgspec
+import pytest
+from tests.support.reigns import FakeNode
+from tests.support.stores import JobBuilder, small_store
+
+from toprope.__main__ import main
+from toprope.coordinator.adapters.http import application, served
+from toprope.coordinator.adapters.objects import ThreadedStore
+from toprope.coordinator.config import Config
+from toprope.coordinator.performer import Coordinator
+from toprope.coordinator.ports import Ports
+from toprope.coordinator.serving import NoBroker
+from toprope.coordinator.settings import Address
+from toprope.coordinator.wire import Cadence, Inventory, Member, OpenRequest
+from toprope.store.changes import ChangeRequest
+from toprope.store.fold import JobState
+from toprope.store.log import read_entries, read_log
+from toprope.store.objects.directory import DirectoryStore
+from toprope.store.records import Elected, Pin
+from toprope.store.verify import verify_checkpoint
+
+ANYWHERE = Address(host="127.0.0.1", port=0)
+PATIENCE_S = 20.0
+TOKEN = "a secret of some length"
+
+
+class Silence:
+    """No node answers."""
+
+    async def inventory(self, url: str) -> Inventory | None:
+        return None
+
+
+@dataclass
+class Live:
+    """A coordinator that serves in this event loop."""
+
+    coordinator: Coordinator
+    url: str
+    root: Path
+
+    async def state(self) -> JobState:
+        return await asyncio.to_thread(read_log, DirectoryStore(self.root), "job")
+
+    async def kinds(self) -> list[str]:
+        return await asyncio.to_thread(kinds, self.root)
+
+    async def term(self, number: int) -> None:
+        """Wait until it reigns for this term."""
+        async with asyncio.timeout(PATIENCE_S):
+            while self.coordinator.core is None or self.coordinator.core.term != number:  # noqa: ASYNC110 - it polls too
+                await asyncio.sleep(0.01)
+
+    async def ckpt(self, *words: object) -> int:
+        return await asyncio.to_thread(ckpt, *words)
+
+
+@asynccontextmanager
+async def reigning(root: Path, *, retain: str | None = None, token: str = "") -> AsyncIterator[Live]:
+    config = Config(
+        job="job",
+        store=str(root),
+        listen=ANYWHERE,
+        broker=None,
+        embedded_broker=None,
+        cadence=Cadence(from_step=0, every=1, local_every=1, object_every=1),
+        token=token,
+        ready_file=None,
+        heartbeat_s=0.05,
+        retain=retain,
+    )
+    coordinator, stop, serving = Coordinator(config), asyncio.Event(), asyncio.Event()
+    ports = Ports(store=ThreadedStore(DirectoryStore(root)), nodes=Silence(), broker=NoBroker())
+    async with served(application(coordinator, token=token), ANYWHERE) as url, asyncio.TaskGroup() as tasks:
+        tasks.create_task(coordinator.reign(ports, url=url, stop=stop, on_serving=serving.set))
+        async with asyncio.timeout(PATIENCE_S):
+            await serving.wait()
+        yield Live(coordinator, url, root)
+        stop.set()
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> JobBuilder:
+    """Return a job with READY 4 to 8: steps 10 to 50."""
+    return small_store(DirectoryStore(tmp_path), steps=(10, 20, 30, 40, 50))
+
+
+def ckpt(*words: object) -> int:
+    return main([str(word) for word in words])
+
+
+def kinds(root: Path) -> list[str]:
+    return [type(entry.record).__name__ for entry, _ in read_entries(DirectoryStore(root), "job")]
+
+
+def verified(root: Path) -> list[int]:
+    store = DirectoryStore(root)
+    state = read_log(store, "job")
+    for seq in state.live:
+        assert verify_checkpoint(store, state, seq).damages == ()
+    return [state.readies[seq].step for seq in state.live]
+
+
+def contents(root: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*") if path.is_file()}
+
+
+# --- with no coordinator
+
+
+def test_a_command_alone_is_elected_for_the_moment(
+    job: JobBuilder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert ckpt("pin", tmp_path, "job@10") == 0
+    out, err = capsys.readouterr()
+    assert out == "step 10 of job job (READY 4) is pinned\n"
+    assert "no coordinator of job job answers" in err
+    assert kinds(tmp_path)[-2:] == ["Elected", "Pin"]
+    assert read_log(job.store, "job").passing
+    assert ckpt("pin", tmp_path, "job@10") == 0
+    assert "is already pinned" in capsys.readouterr().out
+    assert ckpt("unpin", tmp_path, "job@10") == 0
+    assert kinds(tmp_path)[-3:] == ["Pin", "Elected", "Unpin"], "what is so already elects nobody"
+    assert read_log(job.store, "job").pins == frozenset()
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "what"),
+    [
+        (("pin", "job@11"), 3, "no READY checkpoint of step 11; there are steps [10, 20, 30, 40, 50]"),
+        (("pin", "job"), 64, "give JOB@STEP"),
+        (("pin", "job@10..20"), 64, "is a range: give one step"),
+        (("pin", "other@10"), 64, "no such job in this store; there are job"),
+        (("pin", "../x@10"), 64, "job '../x' is not usable"),
+        (("taint", "job@30..20", "--reason", "x"), 64, "the last is before the first"),
+        (("taint", "job@30", "--reason", "  "), 64, "a taint needs a reason"),
+        (("taint", "job@0", "--reason", "x", "--attempt", "1"), 64, "the first step is 1"),
+        (("taint", "job@30", "--reason", "x", "--attempt", "2"), 64, "there is no attempt 2"),
+        (("job", "retain", "last=0"), 64, "give last=N, every=K or both"),
+        (("job", "accept-spec", "ab" * 32), 64, "no launch was refused for a spec"),
+        (("gc", "--retain", "newest"), 64, "give last=N, every=K or both"),
+    ],
+)
+def test_bad_input_changes_nothing(
+    job: JobBuilder, tmp_path: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], status: int, what: str
+) -> None:
+    before = contents(tmp_path)
+    at = 2 if words[0] == "job" else 1
+    assert ckpt(*words[:at], tmp_path, *words[at:]) == status
+    (line,) = capsys.readouterr().err.splitlines()
+    assert what in line
+    assert contents(tmp_path) == before
+
+
+def test_a_taint_covers_the_attempts_that_led_to_here(
+    job: JobBuilder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job.open_attempt(ready=6, from_step=30).checkpoint(35)
+    assert ckpt("taint", tmp_path, "job@25..", "--reason", "NaN in the loss") == 0
+    out, err = capsys.readouterr()
+    assert out == "attempt 1, steps 25 to 30: tainted\nattempt 2, step 31 on: tainted\n"
+    assert "newest checkpoint that is left: step 50 (READY 8)" not in err
+    assert "newest checkpoint that is left: step 20 (READY 5)" in err
+    state = read_log(job.store, "job")
+    assert [state.readies[seq].step for seq, _ in state.restorable()] == [20, 10]
+    assert state.is_ended(2)
+
+
+def test_gc_shows_its_plan_and_then_does_it(
+    job: JobBuilder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ckpt("pin", tmp_path, "job@10")
+    before = contents(tmp_path)
+    capsys.readouterr()
+    assert ckpt("gc", tmp_path, "--retain", "last=1", "--dry-run", "--json") == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert contents(tmp_path) == before
+    assert [one["step"] for one in shown["retention"]["retired"]] == [20, 30]
+    assert [(one["step"], one["why"]) for one in shown["retention"]["kept"]] == [
+        (10, "pinned"),
+        (40, "the parent of head"),
+        (50, "head"),
+    ]
+    assert ckpt("gc", tmp_path, "--retain", "last=1", "--json") == 0
+    done = json.loads(capsys.readouterr().out)
+    assert done == shown | {"done": True}
+    after = contents(tmp_path)
+    gone = {key: body for key, body in before.items() if key not in after}
+    assert set(gone) == {one["key"] for one in shown["garbage"]["condemned"]}
+    assert sum(map(len, gone.values())) == shown["bytes"]
+    assert verified(tmp_path) == [10, 40, 50]
+    assert ckpt("gc", tmp_path) == 0
+    assert "nothing to delete" in capsys.readouterr().err
+
+
+@pytest.mark.fault("B83")
+def test_gc_leaves_a_damaged_shard_and_all_else_as_it_is(
+    job: JobBuilder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (path,) = tmp_path.glob("job/shards/a1/s000000020/rank-00001-*.safetensors")
+    body = bytearray(path.read_bytes())
+    body[-1] ^= 1
+    path.write_bytes(body)
+    before = contents(tmp_path)
+    for words in (("gc", tmp_path, "--dry-run"), ("gc", tmp_path)):
+        assert ckpt(*words) == 0
+        assert "nothing to delete" in capsys.readouterr().err
+        assert contents(tmp_path) == before
+    state = job.log.state
+    damaged = {state.readies[seq].step: verify_checkpoint(job.store, state, seq).damages for seq in state.live}
+    assert {step: len(damages) for step, damages in damaged.items()} == {10: 0, 20: 1, 30: 0, 40: 0, 50: 0}
+    assert damaged[20][0].key == str(path.relative_to(tmp_path))
+
+
+def test_gc_that_cant_read_what_is_kept_deletes_nothing_and_says_what_to_do(
+    job: JobBuilder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ckpt("pin", tmp_path, "job@10")
+    (path,) = tmp_path.glob("job/manifests/a1-s000000010-*.json")
+    path.unlink()
+    before = contents(tmp_path)
+    capsys.readouterr()
+    assert ckpt("gc", tmp_path, "--retain", "last=1", "--dry-run") == 2
+    err = capsys.readouterr().err
+    assert "Nothing was deleted" in err
+    assert "`ckpt unpin` it (READY 4 is pinned)" in err
+    assert contents(tmp_path) == before
+    ckpt("unpin", tmp_path, "job@10")
+    assert ckpt("gc", tmp_path, "--retain", "last=1") == 0
+    assert verified(tmp_path) == [40, 50]
+
+
+# --- with a coordinator
+
+
+async def test_a_coordinator_makes_the_change_and_keeps_its_term(
+    job: JobBuilder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async with reigning(tmp_path) as live:
+        assert (await live.state()).url == live.url
+        assert await live.ckpt("pin", tmp_path, "job@10") == 0
+        assert await live.ckpt("taint", tmp_path, "job@45..50", "--reason", "bad data", "--coordinator", live.url) == 0
+        assert await live.ckpt("unpin", tmp_path, "job@10") == 0
+        assert capsys.readouterr().err == "newest checkpoint that is left: step 40 (READY 7)\n"
+        assert (await live.kinds())[-4:] == ["Elected", "Pin", "Taint", "Unpin"]
+        assert (await live.state()).term == 2
+
+
+async def test_a_coordinator_whose_token_is_missing_is_not_gone_around(
+    job: JobBuilder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "token"
+    file.write_text(TOKEN)
+    async with reigning(tmp_path, token=TOKEN) as live:
+        assert await live.ckpt("pin", tmp_path, "job@10") == 64
+        assert "give --token-file" in capsys.readouterr().err
+        assert (await live.state()).pins == frozenset()
+        assert await live.ckpt("pin", tmp_path, "job@10", "--token-file", file) == 0
+        assert (await live.state()).pins == {4}
+
+
+async def test_a_coordinator_that_was_named_and_does_not_answer_is_an_error(
+    job: JobBuilder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async with reigning(tmp_path) as live:
+        url = live.url
+    n = (await live.state()).n
+    assert await live.ckpt("pin", tmp_path, "job@10", "--coordinator", url) == 4
+    assert f"no coordinator answers at {url}" in capsys.readouterr().err
+    assert (await live.state()).n == n
+    assert await live.ckpt("pin", tmp_path, "job@10") == 0, "one that the log names and that is gone is gone around"
+    assert (await live.state()).pins == {4}
+
+
+async def test_a_coordinator_is_elected_again_after_a_command_was_in_passing(job: JobBuilder, tmp_path: Path) -> None:
+    async with reigning(tmp_path) as live:
+        for term in (4, 6):
+            job.log.state = await live.state()
+            await asyncio.to_thread(job.log.add, Elected(passing=True))
+            await live.term(term)
+        assert await live.ckpt("pin", tmp_path, "job@20") == 0
+        assert [(await live.kinds())[-5:], (await live.state()).term] == [["Elected"] * 4 + ["Pin"], 6]
+        assert (await live.state()).url == live.url
+
+
+async def test_what_a_policy_does_not_keep_is_retired_and_deleted_after_a_change(
+    job: JobBuilder, tmp_path: Path
+) -> None:
+    async with reigning(tmp_path, retain="last=2") as live:
+        assert (await live.state()).retain == "last=2"
+        assert await live.ckpt("job", "retain", tmp_path, "last=1,every=25") == 0
+        async with asyncio.timeout(PATIENCE_S):
+            while live.coordinator.metrics.objects_deleted._value.get() < 10:  # noqa: ASYNC110 - it is counted
+                await asyncio.sleep(0.01)
+        assert await asyncio.to_thread(verified, tmp_path) == [30, 40, 50]
+        assert live.coordinator.metrics.readies_retired._value.get() == 2
+    async with reigning(tmp_path) as live:
+        assert (await live.state()).retain == "last=1,every=25", "the log keeps it over restarts"
+
+
+async def test_a_spec_that_was_refused_can_be_accepted(
+    job: JobBuilder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wanted = {"model": {"weight": ["F32", [2, 4]]}}
+    async with reigning(tmp_path) as live:
+        node = FakeNode(name="a", job_uid=(await live.state()).job_uid)
+        world = (Member(rank=0, node="a", boot_id=node.boot_id),)
+        ask = OpenRequest(job="job", launch_id="1a" * 16, round=0, world=world, spec=wanted, versions={})
+        refused = await live.coordinator.open(ask)
+        assert refused.code == "spec-mismatch"
+        command = refused.text.rpartition("ckpt ")[2].replace("ROOT", str(tmp_path)).split()
+        n = (await live.state()).n
+        assert await live.ckpt(*command, "--dry-run") == 0
+        assert capsys.readouterr().out == "~ model.weight[1]: [2, 3] -> [2, 4]\n"
+        assert (await live.state()).n == n
+        assert await live.ckpt(*command) == 0
+        assert (await live.coordinator.open(ask)).code != "spec-mismatch"
+        before = OpenRequest(
+            job="job", launch_id="2a" * 16, round=0, world=world, spec=json.loads(job.spec), versions={}
+        )
+        assert (await live.coordinator.open(before)).code == "spec-mismatch"
+
+
+async def test_a_request_of_another_job_or_of_no_form_changes_nothing(job: JobBuilder, tmp_path: Path) -> None:
+    async with reigning(tmp_path) as live, aiohttp.ClientSession() as client:
+        n = (await live.state()).n
+        other = msgspec.json.encode(ChangeRequest(job_uid="0c" * 16, change=Pin(seq=4)))
+        ready = other.replace(b"PIN", b"ELECTED")
+        for body, what in ((other, "of another uid"), (ready, "not a change"), (b"{", "not a change")):
+            async with client.post(f"{live.url}/v1/changes", data=body) as answer:
+                assert answer.status == 409
+                assert what in await answer.text()
+        assert (await live.state()).n == n

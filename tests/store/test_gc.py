@@ -1,0 +1,351 @@
+"""Garbage collection: what it takes, what it must leave, and that it may die or wake up late at any point."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import pytest
+from tests.support.fake_store import FakeStore
+from tests.support.logs import uid
+from tests.support.stores import JobBuilder, small_store
+
+from toprope.store.errors import MissingObjectError, StoreError, UnavailableError
+from toprope.store.fold import JobState
+from toprope.store.gc import GcPlan, execute, survey
+from toprope.store.holds import HoldWatch, holding
+from toprope.store.log import read_log
+from toprope.store.names import Key, hold_key, holds_prefix, snap_key
+from toprope.store.objects.protocol import ObjectStore
+from toprope.store.records import Elected, Held, Pin, Retire
+from toprope.store.restore import plan as plan_restore
+from toprope.store.retention import parse_policy, plan_retention
+from toprope.store.verify import verify_checkpoint
+
+CRASH = UnavailableError("killed")
+
+
+class CrashingStore(FakeStore):
+    """Dies at call number ``dies_at``, before or after it has done what was asked."""
+
+    def __init__(self, *, dies_at: int, after: bool = False) -> None:
+        super().__init__()
+        self.dies_at = dies_at
+        self.after = after
+        self.calls = 0
+
+    def delete(self, keys: Sequence[Key]) -> None:
+        for key in keys:
+            self.calls += 1
+            if self.calls == self.dies_at and not self.after:
+                raise CRASH
+            super().delete([key])
+            if self.calls == self.dies_at:
+                raise CRASH
+
+
+def collect(store: ObjectStore, state: JobState | None = None) -> GcPlan:
+    plan = survey(store, state or read_log(store, "job"))
+    execute(store, plan)
+    return plan
+
+
+def verified(store: ObjectStore) -> list[int]:
+    """Verify each checkpoint that is live, and return the steps."""
+    state = read_log(store, "job")
+    for seq in state.live:
+        assert verify_checkpoint(store, state, seq).damages == ()
+    return [state.readies[seq].step for seq in state.live]
+
+
+def objects_under(store: FakeStore, prefix: str) -> list[Key]:
+    return [key for key in store.list("job/") if prefix in key]
+
+
+def retired_job(store: FakeStore) -> JobBuilder:
+    """Steps 10 to 40, of which 10 and 20 are retired."""
+    job = small_store(store, steps=(10, 20, 30, 40))
+    job.log.add(Retire(seqs=(4, 5)))
+    return job
+
+
+def test_what_is_retired_goes_and_all_else_stays() -> None:
+    store = FakeStore()
+    retired_job(store)
+    before = set(store.objects)
+    plan = collect(store)
+    gone = before - set(store.objects)
+    assert gone == {one.key for one in plan.condemned}
+    assert {key.partition("s0000000")[2][:2] for key in gone} == {"10", "20"}
+    assert len(gone) == 2 * (2 * 2 + 1)
+    assert verified(store) == [30, 40]
+    assert {one.why for one in plan.condemned} == {"READY 4 is retired", "READY 5 is retired"}
+    assert collect(store).condemned == ()
+
+
+def test_shards_go_before_the_manifest_that_tells_of_them() -> None:
+    store = FakeStore()
+    retired_job(store)
+    kinds = ["manifest" if "/manifests/" in one.key else "shard" for one in collect(store).condemned]
+    assert kinds == ["shard"] * 8 + ["manifest"] * 2
+
+
+def test_orphans_go_once_their_attempt_is_over_or_has_passed_their_step() -> None:
+    store = FakeStore()
+    job = small_store(store, steps=(10, 20))
+    for step in (15, 25):
+        job.put_shard(step=step, rank=0)
+    assert {key[:22] for key in [one.key for one in collect(store).condemned]} == {"job/shards/a1/s0000000"}
+    assert len(objects_under(store, "s000000015")) == 0
+    assert len(objects_under(store, "s000000025")) == 2, "step 25 is on its way to READY"
+    job.open_attempt(ready=5, from_step=20)
+    assert {one.why for one in collect(store).condemned} == {"no checkpoint names it, and its attempt is over"}
+    assert len(objects_under(store, "s000000025")) == 0
+    assert verified(store) == [10, 20]
+
+
+def test_what_is_named_otherwise_is_nobodys_to_delete() -> None:
+    store = FakeStore()
+    retired_job(store)
+    strange = ["shards/handpicked", "shards/a1/s000000010/notes.txt", "manifests/a1-s000000010.json", "other/a1/x"]
+    for name in strange:
+        store.objects[Key(f"job/{name}")] = b""
+    collect(store)
+    assert all(f"job/{name}" in store.objects for name in strange)
+
+
+def test_the_log_and_the_facts_are_never_deleted() -> None:
+    store = FakeStore()
+    retired_job(store)
+    before = objects_under(store, "/log/") + objects_under(store, "/facts/")
+    collect(store)
+    assert objects_under(store, "/log/") + objects_under(store, "/facts/") == before
+
+
+def test_of_the_folds_of_the_log_the_newest_stays() -> None:
+    store = FakeStore()
+    small_store(store)
+    for number in (2, 4, 5):
+        store.objects[snap_key("job", number)] = b""
+    collect(store)
+    assert objects_under(store, "/snap/") == [snap_key("job", 5)]
+
+
+def test_the_source_of_the_current_attempt_stays_though_it_is_not_ready() -> None:
+    store = FakeStore()
+    job = small_store(store, steps=(10,))
+    for rank in range(2):
+        job.put_shard(step=20, rank=rank)
+    job.open_attempt(held=Held(attempt_uid=uid(1), step=20), from_step=20)
+    collect(store)
+    assert len(objects_under(store, "s000000020")) == 4
+    job.checkpoint(30)
+    job.open_attempt(ready=job.log.state.head, from_step=30)
+    collect(store)
+    assert len(objects_under(store, "s000000020")) == 0
+
+
+@pytest.mark.parametrize("kind", ["/manifests/a1-s000000030", "s000000030/rank-00001-of-00002-"])
+@pytest.mark.parametrize("damage", ["missing", "changed"])
+def test_with_one_unreadable_manifest_or_index_nothing_is_deleted(kind: str, damage: str) -> None:
+    store = FakeStore()
+    retired_job(store)
+    key = next(key for key in objects_under(store, kind) if key.endswith(".json"))
+    if damage == "missing":
+        del store.objects[key]
+    else:
+        store.objects[key] = store.objects[key][:-1] + b" "
+    before = dict(store.objects)
+    with pytest.raises(StoreError, match=r"Nothing was deleted, since what step 30 of job job names is not known"):
+        collect(store)
+    assert store.objects == before
+
+
+@pytest.mark.fault("B73")
+@pytest.mark.parametrize("after", [False, True])
+def test_a_collector_may_die_at_each_deletion(*, after: bool) -> None:
+    dies_at, died = 0, True
+    while died:
+        dies_at += 1
+        store = CrashingStore(dies_at=dies_at, after=after)
+        retired_job(store)
+        try:
+            collect(store)
+            died = False
+        except UnavailableError:
+            died = True
+        assert verified(store) == [30, 40]
+        collect(store)
+        assert objects_under(store, "s000000010") == objects_under(store, "s000000020") == []
+        assert verified(store) == [30, 40]
+    assert dies_at == 11
+
+
+def test_a_collector_that_wakes_up_late_deletes_only_what_was_condemned() -> None:
+    store = FakeStore()
+    job = retired_job(store)
+    late = survey(store, job.log.state)
+    job.log.add(Elected())
+    job.open_attempt(ready=job.log.state.head, from_step=40)
+    for step in (45, 50, 60):
+        job.checkpoint(step)
+    job.log.add(Retire(seqs=(6,)))
+    collect(store)
+    execute(store, late)
+    assert verified(store) == [40, 45, 50, 60]
+
+
+def test_what_is_retired_while_the_collector_lists_stays_for_this_time() -> None:
+    store = FakeStore()
+    job = small_store(store, steps=(10, 20, 30, 40))
+
+    def list_holds() -> tuple[Key, ...]:
+        holds = tuple(store.list(holds_prefix("job")))  # none yet: a reader comes only now, and step 10 is not retired
+        job.log.add(Retire(seqs=(4,)))
+        return holds
+
+    assert survey(store, job.log.state, list_holds=list_holds).condemned == ()
+    assert len(collect(store).condemned) == 5
+
+
+def test_a_pinned_checkpoint_is_not_retired_and_so_stays() -> None:
+    store = FakeStore()
+    job = small_store(store, steps=(10, 20, 30))
+    job.log.add(Pin(seq=4))
+    collect(store)
+    assert verified(store) == [10, 20, 30]
+
+
+@pytest.mark.fault("B63")
+def test_newest_and_kept_are_by_number_and_a_stray_is_left_alone() -> None:
+    store = FakeStore()
+    job = small_store(store, steps=(8, 9, 10, 99999, 100000, 1000000))
+    stray = Key("job/shards/a1/handpicked")
+    store.objects[stray] = b"mine"
+    assert job.log.state.readies[plan_restore(job.log.state)[0]].step == 1000000
+    plan = plan_retention(job.log.state, parse_policy("last=3"))
+    job.log.add(Retire(seqs=tuple(verdict.seq for verdict in plan.retired)))
+    collect(store)
+    assert verified(store) == [99999, 100000, 1000000]
+    assert store.objects[stray] == b"mine"
+    assert not any(f"s{step:09d}" in key for step in (8, 9, 10) for key in store.objects)
+
+
+@pytest.mark.fault("B57")
+@pytest.mark.parametrize("seed", range(8))
+def test_a_copy_that_arrives_in_any_order_is_never_taken_for_garbage(seed: int) -> None:
+    source, target = FakeStore(), FakeStore()
+    job = small_store(source, steps=(10, 20))
+    job.open_attempt(ready=5, from_step=20).checkpoint(30)
+    keys = sorted(source.objects)
+    random.Random(seed).shuffle(keys)
+    for arrived, key in enumerate(keys, start=1):
+        with contextlib.suppress(StoreError):
+            collect(target)
+        target.create(key, source.objects[key])
+        assert set(target.objects) == set(keys[:arrived])
+    assert verified(target) == [10, 20, 30]
+
+
+# --- holds
+
+
+def test_what_a_reader_holds_stays_until_it_is_done() -> None:
+    store = FakeStore()
+    job = small_store(store, steps=(10, 20, 30, 40))
+    with holding(store, job.log.state, 4) as state:
+        assert state == job.log.state
+        job.log.add(Retire(seqs=(4, 5)))
+        plan = collect(store)
+        assert plan.held == (4,)
+        assert len(objects_under(store, "s000000010")) == 5
+        assert len(objects_under(store, "s000000020")) == 0
+    assert objects_under(store, "/holds/") == []
+    collect(store)
+    assert len(objects_under(store, "s000000010")) == 0
+
+
+def test_a_reader_that_comes_after_the_retirement_is_told_so() -> None:
+    store = FakeStore()
+    job = small_store(store, steps=(10, 20, 30, 40))
+    before = job.log.state
+    job.log.add(Retire(seqs=(4,)))
+    with holding(store, before, 4) as state:
+        assert 4 in state.retired
+
+
+def test_a_hold_on_what_is_gone_hinders_nobody() -> None:
+    store = FakeStore()
+    job = retired_job(store)
+    collect(store)
+    store.objects[hold_key("job", seq=4, hold_id="ab", beat=0)] = b""
+    store.objects[Key("job/holds/strange")] = b""
+    job.put_shard(step=15, rank=0)
+    assert len(collect(store).condemned) == 2
+
+
+class NoWriting(FakeStore):
+    def refuse(self, key: Key, body: bytes | memoryview) -> None:
+        raise UnavailableError(f"{key}: access denied")
+
+
+def test_a_reader_that_may_not_write_works_without_a_hold_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = FakeStore()
+    job = small_store(store)
+    monkeypatch.setattr(store, "create", partial(NoWriting.refuse, NoWriting()))
+    said: list[str] = []
+    with holding(store, job.log.state, 4, say=said.append) as state:
+        assert state == job.log.state
+    assert said == [
+        "reading without a hold on READY 4, so that `ckpt gc` may delete it meanwhile: "
+        + said[0].partition("meanwhile: ")[2]
+    ]
+    assert "access denied" in said[0]
+
+
+def beat_for_ever(store: ObjectStore, job: JobBuilder, then: Callable[[], None]) -> None:
+    with holding(store, job.log.state, 4, beat_s=0.001):
+        then()
+
+
+def test_a_hold_beats_and_a_listing_always_finds_it() -> None:
+    store = FakeStore()
+    job = small_store(store)
+
+    def watch() -> None:
+        beats = set()
+        while len(beats) < 5:
+            there = objects_under(store, "/holds/")
+            assert there
+            beats.add(there[-1])
+
+    beat_for_ever(store, job, watch)
+    assert objects_under(store, "/holds/") == []
+
+
+def test_a_hold_is_left_behind_when_it_has_not_beaten_for_the_whole_time_of_the_collectors_own_clock() -> None:
+    watch = HoldWatch(ttl_s=300)
+    dead, alive = (partial(hold_key, "job", seq=4, hold_id=hold_id) for hold_id in ("dead", "beef"))
+    assert watch.stale("job", (dead(beat=7), alive(beat=0)), now_s=1000) == ()
+    assert watch.stale("job", (dead(beat=7), alive(beat=1)), now_s=1299) == ()
+    assert watch.stale("job", (dead(beat=7), alive(beat=1)), now_s=1300) == (dead(beat=7),)
+    assert watch.stale("job", (dead(beat=8), alive(beat=1)), now_s=1400) == ()
+    assert HoldWatch(ttl_s=300).stale("job", (dead(beat=8),), now_s=10**9) == (), "it has only begun to look"
+
+
+def test_the_reader_of_a_hold_that_went_stale_finds_objects_missing_and_no_wrong_ones() -> None:
+    store = FakeStore()
+    job = small_store(store, steps=(10, 20, 30, 40))
+    watch = HoldWatch(ttl_s=300)
+    with holding(store, job.log.state, 4):
+        job.log.add(Retire(seqs=(4,)))
+        for now_s in (0, 400):
+            execute(
+                store, survey(store, read_log(store, "job"), list_holds=partial(watch.look, store, "job", now_s=now_s))
+            )
+        (damage,) = verify_checkpoint(store, job.log.state, 4).damages
+        assert "manifests/a1-s000000010" in damage.key
+    with pytest.raises(MissingObjectError):
+        store.read(Key(damage.key))
