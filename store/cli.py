@@ -16,13 +16,25 @@ from rich.table import Table
 
 from toprope.store.checkpoint import Damage, read_index, read_manifest
 from toprope.store.cli_log import print_records
-from toprope.store.cli_shared import AsJson, JobOption, Root, StepOption, only_job, print_json, print_table, say, table
+from toprope.store.cli_shared import (
+    AsJson,
+    JobOption,
+    Root,
+    StepOption,
+    metered,
+    only_job,
+    print_json,
+    print_table,
+    say,
+    table,
+)
 from toprope.store.errors import NothingToVerifyError, UsageError
 from toprope.store.fold import JobState
 from toprope.store.manifest import Index, Manifest
-from toprope.store.objects.opening import open_store
+from toprope.store.objects.opening import check_outside, open_store
 from toprope.store.objects.protocol import ObjectStore
 from toprope.store.restore import Restored
+from toprope.store.restore import plan as plan_restore
 from toprope.store.restore import restore as restore_checkpoint
 from toprope.store.show import (
     CheckpointLine,
@@ -148,7 +160,10 @@ def restore(
     """
     store = open_store(root)
     state = read_job(store, only_job(store, root, job)).state
-    done = restore_checkpoint(store, state, to=to, step=step, force=force)
+    check_outside(to, root)
+    seq = plan_restore(state, step=step)[0]
+    with metered(store, "restoring", total_bytes=state.readies[seq].bytes) as watched:
+        done = restore_checkpoint(watched, state, to=to, step=step, force=force)
     for passed in done.passed_over:
         say(f"passed over step {passed.step} (READY {passed.seq}):")
         _print_damages(passed.damages, to_stderr=True)

@@ -87,6 +87,14 @@ def progress(what: str, *, total_bytes: int) -> Iterator[Callable[[int], None]]:
 
 
 @contextlib.contextmanager
+def working(what: str) -> Iterator[None]:
+    """Show that something is being done of which nobody knows how far it is, on stderr if that is a terminal."""
+    console = Console(stderr=True)
+    with console.status(what) if console.is_terminal else contextlib.nullcontext():
+        yield
+
+
+@contextlib.contextmanager
 def metered(store: ObjectStore, what: str, *, total_bytes: int) -> Iterator[ObjectStore]:
     """Yield the store, showing how much of ``total_bytes`` has been read from it, as ``progress`` does."""
     with progress(what, total_bytes=total_bytes) as tell:

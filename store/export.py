@@ -1,12 +1,13 @@
-"""Export: a checkpoint's whole tensors as plain safetensors files in the layout that Hugging Face uses.
+"""Export: a checkpoint's whole tensors in a format that others read: safetensors, a PyTorch DCP directory, torch.save.
 
-``plan`` decides what is written where, or refuses by name; ``export`` writes it. What was written loads with
-``safetensors`` alone.
+``plan`` decides what is written where, or refuses by name; ``export`` writes it. What was written loads without
+Toprope.
 """
 
 from __future__ import annotations
 
 import fnmatch
+import functools
 import json
 import math
 import re
@@ -14,24 +15,33 @@ import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, Literal, TypeAlias
 
 import msgspec
 
+from toprope.store import with_torch
 from toprope.store.assemble import read_indexes, shard_metadata, tensor_bytes
 from toprope.store.errors import CorruptObjectError, StoreError, UsageError
 from toprope.store.fold import JobState
+from toprope.store.leaves import Leaves, leaves_of
 from toprope.store.manifest import Index, Manifest, sha256
 from toprope.store.names import facts_key
 from toprope.store.new_directory import check_target, new_directory, put_in_place, synced_file
 from toprope.store.objects.protocol import ObjectStore
+from toprope.store.outgoing import Outgoing
 from toprope.store.restore import plan as plan_restore
 from toprope.store.shard import ITEM_BYTES
 from toprope.store.whole import DOCUMENT, Whole, gather, untiled
 
 INDEX_NAME = "model.safetensors.index.json"
 MAX_SHARD_BYTES = 5 * 1000**3
-_OURS = re.compile(r"model(-[0-9]{5,}-of-[0-9]{5,})?\.safetensors|model\.safetensors\.index\.json")
+TORCH_NAME = "model.pt"
+Format: TypeAlias = Literal["safetensors", "dcp", "torch"]
+_OURS = re.compile(
+    r"model(-[0-9]{5,}-of-[0-9]{5,})?\.safetensors|model\.safetensors\.index\.json|model\.pt|"
+    r"__[0-9]+_0\.distcp|\.metadata"
+)
 _OF_PARAMETER = re.compile(r"model\.(.+)|optimizer(?:\.[A-Za-z0-9_-]+)?\.state\.(.+)\.[^.]+")
 _NAMED = 5
 """How many tensors a refusal names before it counts the rest."""
@@ -49,6 +59,7 @@ class _Spec(msgspec.Struct, frozen=True):
 class Wanted:
     """What is to be exported and how."""
 
+    format: Format = "safetensors"
     only: tuple[str, ...] = ()
     prefix_strip: str = ""
     per_rank: bool = False
@@ -68,7 +79,10 @@ class Line:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exported:
-    """What an export wrote. ``documents`` is how many documents of ranks were left out."""
+    """What an export wrote. ``values`` is how many settings of optimizers and the like, ``left_out`` has the others.
+
+    ``documents`` is how many documents of ranks were left out.
+    """
 
     job: str
     seq: int
@@ -79,6 +93,8 @@ class Exported:
     tensors: int
     bytes: int
     documents: int
+    values: int = 0
+    left_out: tuple[str, ...] = ()
 
 
 def export(
@@ -95,18 +111,18 @@ def export(
     seq = plan_restore(state, step=step)[0]
     check_target(to, force=force, is_ours=lambda name: _OURS.fullmatch(name) is not None)
     manifest, indexes = read_indexes(store, state, seq)
-    chosen = choose(gather(indexes), wanted)
+    wholes = gather(indexes)
+    chosen = choose(wholes, wanted)
     dtypes = _true_dtypes(store, chosen, state.job)
     shapes = _shapes(store, manifest) if _has_flat_pieces(chosen, indexes) else {}
-    lines = plan(chosen, wanted, dtypes=dtypes, shapes=shapes)
+    leaves = _leaves(store, wholes, wanted, job=state.job)
+    lines = plan(chosen, wanted, dtypes=dtypes, shapes=shapes, renamed=leaves.renamed)
     total = sum(line.whole.bytes for line in lines)
-    files = split(lines, limit=wanted.max_shard_bytes)
-    with new_directory(to, needed_bytes=total) as directory:
-        for name, within in files.items():
-            _write_file(store, directory / name, within, manifest)
-        if len(files) > 1:
-            with synced_file(directory / INDEX_NAME) as file:
-                file.write(_index_json(files, total))
+    with new_directory(to, needed_bytes=total * (2 if wanted.format == "torch" else 1)) as directory:
+        if wanted.format == "safetensors":
+            files = _write_safetensors(store, directory, lines, manifest, limit=wanted.max_shard_bytes)
+        else:
+            files = _write_with_torch(store, directory, lines, leaves.values, wanted.format, job=state.job)
         put_in_place(directory, to)
     return Exported(
         job=state.job,
@@ -114,10 +130,12 @@ def export(
         attempt=manifest.attempt,
         step=manifest.step,
         directory=to,
-        files=(*files, *((INDEX_NAME,) if len(files) > 1 else ())),
+        files=files,
         tensors=len(lines),
         bytes=total,
         documents=0 if wanted.per_rank else manifest.world,
+        values=len(leaves.values),
+        left_out=leaves.left_out,
     )
 
 
@@ -130,7 +148,7 @@ def choose(wholes: Sequence[Whole], wanted: Wanted) -> tuple[Whole, ...]:
     """
     kept = [whole for whole in wholes if whole.name != DOCUMENT or wanted.per_rank]
     if wanted.only:
-        kept = [one for one in kept if any(fnmatch.fnmatchcase(one.name, pattern) for pattern in wanted.only)]
+        kept = [one for one in kept if _is_asked_for(one.name, wanted)]
     if not kept:
         names = sorted({whole.name for whole in wholes} - {DOCUMENT})
         raise UsageError(f"no tensor is named like {', '.join(wanted.only) or '*'}; there are {_some(names)}")
@@ -152,15 +170,16 @@ def plan(
     *,
     dtypes: Mapping[str, str],
     shapes: Mapping[str, tuple[int, ...]],
+    renamed: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[Line, ...]:
     """Return what is written, by name. ``dtypes`` has those that safetensors lacks, by label.
 
-    ``shapes`` are those of parameters.
+    ``shapes`` are those of parameters; ``renamed`` has names that others give to tensors.
 
     Raises:
         UsageError: a dtype is one that safetensors lacks, or two tensors get the same name.
     """
-    if dtypes and not wanted.as_bytes:
+    if dtypes and not wanted.as_bytes and wanted.format == "safetensors":
         named = [f"{label} ({dtype})" for label, dtype in sorted(dtypes.items())]
         raise UsageError(
             f"{_some(named)}: safetensors has no such dtype. Leave it out with --only, or write its bytes as U8 with "
@@ -168,7 +187,7 @@ def plan(
         )
     lines: dict[str, Line] = {}
     for whole in chosen:
-        stripped = whole.name.removeprefix(wanted.prefix_strip)
+        stripped = renamed.get(whole.name, whole.name).removeprefix(wanted.prefix_strip)
         name = replace(whole, name=stripped).label
         if not stripped or name in lines:
             other = f", as {lines[name].whole.label} would be" if name in lines else ""
@@ -239,6 +258,67 @@ def _shape_of(whole: Whole, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int,
     match = _OF_PARAMETER.fullmatch(whole.name)
     true = shapes.get(match[1] or match[2], whole.shape) if match else whole.shape
     return true if len(whole.shape) == 1 and math.prod(true) == whole.shape[0] else whole.shape
+
+
+def _leaves(store: ObjectStore, wholes: Sequence[Whole], wanted: Wanted, *, job: str) -> Leaves:
+    """Return what is not a tensor and is asked for, under the names that it is to have. Safetensors have no place."""
+    if wanted.format == "safetensors":
+        return Leaves(values={}, renamed={}, left_out=())
+    bodies = (b"".join(tensor_bytes(store, whole, job=job)) for whole in wholes if whole.name == DOCUMENT)
+    try:
+        found = leaves_of([msgspec.json.decode(body, type=dict[str, Any]) for body in bodies])
+    except (msgspec.DecodeError, KeyError, TypeError, AttributeError) as error:
+        raise CorruptObjectError(f"job {job}: the document of a rank is not one: {error!r:.200}") from error
+    values = {name: value for name, value in found.values.items() if _is_asked_for(name, wanted)}
+    left_out = tuple(name for name in found.left_out if _is_asked_for(name, wanted))
+    stripped = {name.removeprefix(wanted.prefix_strip): value for name, value in values.items()}
+    return Leaves(values=stripped, renamed=found.renamed, left_out=left_out)
+
+
+def _is_asked_for(name: str, wanted: Wanted) -> bool:
+    return not wanted.only or any(fnmatch.fnmatchcase(name, pattern) for pattern in wanted.only)
+
+
+def _write_with_torch(
+    store: ObjectStore,
+    directory: Path,
+    lines: Sequence[Line],
+    values: Mapping[str, object],
+    to_format: Format,
+    *,
+    job: str,
+) -> tuple[str, ...]:
+    tensors = [_outgoing(store, line, job=job) for line in lines]
+    if to_format == "dcp":
+        with_torch.dcp_write().write(directory, tensors, values)
+    else:
+        with (directory / ".scratch").open("w+b") as scratch, synced_file(directory / TORCH_NAME) as file:
+            with_torch.torch_file().write(file, scratch, tensors, values)
+        (directory / ".scratch").unlink()
+    return tuple(sorted(path.name for path in directory.iterdir()))
+
+
+def _outgoing(store: ObjectStore, line: Line, *, job: str) -> Outgoing:
+    return Outgoing(
+        name=line.name,
+        dtype=line.whole.dtype,
+        true_dtype=line.true_dtype,
+        shape=line.shape if line.true_dtype is None else line.shape[:-1],
+        read=functools.partial(tensor_bytes, store, line.whole, job=job),
+    )
+
+
+def _write_safetensors(
+    store: ObjectStore, directory: Path, lines: Sequence[Line], manifest: Manifest, *, limit: int
+) -> tuple[str, ...]:
+    files = split(lines, limit=limit)
+    for name, within in files.items():
+        _write_file(store, directory / name, within, manifest)
+    if len(files) == 1:
+        return tuple(files)
+    with synced_file(directory / INDEX_NAME) as file:
+        file.write(_index_json(files, sum(line.whole.bytes for line in lines)))
+    return (*files, INDEX_NAME)
 
 
 def _write_file(store: ObjectStore, path: Path, lines: Sequence[Line], manifest: Manifest) -> None:

@@ -43,6 +43,19 @@ def absolute_root(root: str) -> str:
     return root if "://" in root else str(Path(root).absolute())
 
 
+def check_outside(directory: Path, root: str) -> None:
+    """Check that a directory that is to be made does not lie inside a directory store, among its objects.
+
+    Raises:
+        UsageError: it does.
+    """
+    if root.startswith(_S3):
+        return
+    store = _directory_of(root).resolve()
+    if directory.resolve().is_relative_to(store):
+        raise UsageError(f"{directory}: lies inside the store {root}; give a directory somewhere else")
+
+
 def sweep_uploads(root: str, job: str, *, grace: timedelta = UPLOAD_GRACE) -> tuple[Key, ...]:
     """Remove what writers of this job's objects left unfinished, and return the keys.
 

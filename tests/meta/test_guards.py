@@ -39,10 +39,15 @@ def test_a_handler_of_everything_is_found_unless_it_raises_again(planted: str, *
 
 
 @pytest.mark.parametrize(
-    "planted", ["import pickle", "from pickle import loads", "import torch\ntorch.load(x)", "eval(x)"]
+    "planted",
+    ["import pickle", "from pickle import loads", "torch.load(x)", "torch.load(x, weights_only=maybe)", "eval(x)"],
 )
 def test_code_that_unpickles_is_found(planted: str) -> None:
     assert tidy.dangers(ast.parse(planted))
+
+
+def test_a_load_of_weights_only_is_let_pass() -> None:
+    assert not tidy.dangers(ast.parse("torch.load(x, weights_only=True)"))
 
 
 def test_an_object_collective_is_found() -> None:

@@ -36,11 +36,17 @@ def _imports(tree: ast.Module) -> Iterator[str]:
 
 def dangers(tree: ast.Module) -> list[str]:
     """What in this code unpickles, or runs what it reads."""
-    calls = [dotted(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    calls = [dotted(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call) and not _loads_weights(node)]
     return [
         *(f"import {name}" for name in _imports(tree) if name.split(".")[0] in UNPICKLING),
         *(f"{name}()" for name in calls if name in RUNS_WHAT_IT_READS or COLLECTIVES_THAT_UNPICKLE.search(name)),
     ]
+
+
+def _loads_weights(call: ast.Call) -> bool:
+    """Say whether this is a ``torch.load`` that says in so many words that it takes tensors and plain values only."""
+    said = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
+    return dotted(call.func) == "torch.load" and said.get("weights_only") == "True"
 
 
 def swallows_everything(handler: ast.ExceptHandler) -> bool:

@@ -48,6 +48,12 @@ def run(store: FakeStore, to: Path, wanted: Wanted, *, step: int | None = None, 
     return list(export(store, read_log(store, "job"), to=to, wanted=wanted, step=step, force=force).files)
 
 
+def new_store(parent: Path) -> Path:
+    root = parent / "store"
+    root.mkdir()
+    return root
+
+
 def names_in(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.iterdir())
 
@@ -98,10 +104,11 @@ def test_what_is_too_large_for_one_file_is_split_as_hugging_face_does(tmp_path: 
 
 
 def test_what_was_exported_loads_with_toprope_blocked(tmp_path: Path) -> None:
-    job(DirectoryStore(tmp_path), steps=(10,))
+    root = new_store(tmp_path)
+    job(DirectoryStore(root), steps=(10,))
     for limit in ("1", "164", "5GB"):
-        arguments = ["--to", str(tmp_path / limit), "--max-shard-size", limit, "--prefix-strip", "model."]
-        assert main(["export", str(tmp_path), "--only", "model.*", *arguments]) == 0
+        arguments = [str(tmp_path / limit), "--max-shard-size", limit, "--prefix-strip", "model."]
+        assert main(["export", str(root), "--only", "model.*", *arguments]) == 0
     program = """
 import sys; sys.modules["toprope"] = None
 import glob, json, os
@@ -283,8 +290,9 @@ def test_a_flipped_byte_anywhere_leaves_the_older_export_as_it_was(memory_dir: P
 def test_each_kind_of_damage_names_the_tensor_and_is_status_2(
     tmp_path: Path, how: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    job(DirectoryStore(tmp_path), steps=(10,))
-    path, other = (next(tmp_path.glob(f"job/shards/a1/*/rank-0000{rank}-of-*.safetensors")) for rank in (0, 2))
+    root = new_store(tmp_path)
+    job(DirectoryStore(root), steps=(10,))
+    path, other = (next(root.glob(f"job/shards/a1/*/rank-0000{rank}-of-*.safetensors")) for rank in (0, 2))
     body = path.read_bytes()
     if how == "missing":
         path.unlink()
@@ -295,13 +303,13 @@ def test_each_kind_of_damage_names_the_tensor_and_is_status_2(
         path.write_bytes(
             {"short": body[:400], "long": body[:500] + b"\0" + body[500:], "zeroed": bytes(len(body))}[how]
         )
-    arguments = ["export", str(tmp_path), "--to", str(tmp_path / "out"), "--only", "model.*"]
+    arguments = ["export", str(root), str(tmp_path / "out"), "--only", "model.*"]
     assert main(arguments) == 2
     out, err = capsys.readouterr()
     assert out == ""
     assert err.startswith("ckpt: job job, step 10, rank 0, tensor model.")
     assert err.count("\n") == 1
-    assert names_in(tmp_path) == ["job"]
+    assert names_in(tmp_path) == ["store"]
 
 
 def test_a_damaged_index_or_manifest_names_its_rank(tmp_path: Path) -> None:
@@ -348,7 +356,7 @@ def test_a_store_or_a_disk_that_fails_leaves_nothing_behind(tmp_path: Path, monk
 def test_export_reads_a_bucket(s3_root: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     root = s3_root
     job(open_store(root, write=True))  # type: ignore[arg-type]  # any store does
-    arguments = ["export", root, "--to", str(tmp_path / "out"), "--only", "model.*", "--step", "10", "--json"]
+    arguments = ["export", root, str(tmp_path / "out"), "--only", "model.*", "--step", "10", "--json"]
     assert main(arguments) == 0
     said = json.loads(capsys.readouterr().out)
     assert (said["step"], said["tensors"], said["bytes"], said["files"]) == (10, 4, 364, ["model.safetensors"])
@@ -357,19 +365,20 @@ def test_export_reads_a_bucket(s3_root: str, tmp_path: Path, capsys: pytest.Capt
 
 
 def test_wrong_use_and_nothing_there_have_their_statuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    small_store(DirectoryStore(tmp_path), steps=(10,))
-    to = ["--to", str(tmp_path / "out")]
+    root = new_store(tmp_path)
+    small_store(DirectoryStore(root), steps=(10,))
+    to = [str(tmp_path / "out")]
     for more, status in (
         (["--step", "11"], 3),
         (["--max-shard-size", "5 apples"], 64),
         (["--job", "none"], 64),
         (["--only", "model.weight"], 64),
     ):
-        assert main(["export", str(tmp_path), *to, *more]) == status
+        assert main(["export", str(root), *to, *more]) == status
         out, err = capsys.readouterr()
         assert (out, err.count("\n")) == ("", 1)
     assert main(["export", str(tmp_path / "none"), *to]) == 4
-    assert names_in(tmp_path) == ["job"]
+    assert names_in(tmp_path) == ["store"]
 
 
 def test_sizes_are_read_as_people_write_them() -> None:
