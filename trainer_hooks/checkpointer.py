@@ -9,13 +9,14 @@ import time
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 import torch
 from torch import nn
 
 from toprope.trainer_hooks import warmup, wire
 from toprope.trainer_hooks.elastic import sampler_of
+from toprope.trainer_hooks.ending import Closed, Level, reaches, versions
 from toprope.trainer_hooks.errors import SidecarUnavailableError, UsageError
 from toprope.trainer_hooks.launch import own_launch_id, this_world
 from toprope.trainer_hooks.modules import model_state
@@ -27,9 +28,8 @@ from toprope.trainer_hooks.state import Parts, Stateful, capture, check_values
 
 logger = logging.getLogger("toprope")
 MAX_SOCKET_PATH_BYTES = 107
+_POLL_S = 0.02
 _JOB = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
-
-WaitFor: TypeAlias = Literal["nothing", "memory", "protected", "ready"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,6 +112,8 @@ class Checkpointer:
         self._restored = False
         self._next_step = 0
         self._stats = Stats()
+        self._versions: list[tuple[str, int]] = []
+        """Of the model at the end of the last step that was skipped."""
         self._sources: tuple[wire.StagedShard, ...] = ()
 
     @property
@@ -215,6 +217,8 @@ class Checkpointer:
             )
         if self._saver is not None:
             self._saver.end_step(step)
+            if self._saver.skipped_step == step:
+                self._versions = versions(self._parts)
 
     def _wrong_step(self, step: int) -> str:
         if not self._restored:
@@ -224,34 +228,58 @@ class Checkpointer:
             f"each one more than the last: expected end_step({self._next_step})"
         )
 
-    def close(self, wait_for: WaitFor = "memory", timeout_s: float = 60.0) -> bool:
-        """End the connection once the last snapshot is as safe as asked for; return whether it is.
+    def close(self, wait_for: Level = "memory", timeout_s: float = 60.0) -> Closed:
+        """End the connection once the last snapshot is as safe as asked for; return what it got, true if it is.
 
-        ``memory``: hashed in this node's memory; ``protected``: in a peer's too; ``ready``: in the object store.
+        ``memory``: hashed in this node's memory; ``protected``: in a peer's too; ``ready``: in the object store. If the
+        last step was due and skipped, for want of a free slot for instance, its snapshot is taken now; call it before
+        you change the model.
         """
         if self._session is None:
-            return wait_for == "nothing"
+            return Closed(asked=wait_for, saving=False)
         end = time.monotonic() + timeout_s
-        safe = self._is_safe(wait_for)
-        while not safe and time.monotonic() < end:
-            time.sleep(0.02)
-            safe = self._is_safe(wait_for)
-        if not safe:
-            logger.warning("step %d is not '%s' after %g s", self._stats.snapshot_step, wait_for, timeout_s)
+        if wait_for != "nothing":
+            self._retake(end)
+        while not reaches(self._level(), wait_for) and self._stats.snapshot_step and time.monotonic() < end:
+            time.sleep(_POLL_S)
+        missed = self._missed()
+        closed = Closed(
+            asked=wait_for,
+            level=self._level(),
+            step=self._stats.snapshot_step,
+            skipped=missed,
+            saving=self._saver is not None,
+        )
+        logger.log(logging.INFO if closed else logging.WARNING, "%s; asked for: %s", closed, wait_for)
         self._session.close(timeout_s=5.0)
         self._session, self._saver = None, None
-        return safe
+        return closed
 
-    def _is_safe(self, wait_for: WaitFor) -> bool:
-        step = self._stats.snapshot_step
-        if wait_for == "nothing" or self._saver is None or self._session is None or step == 0:
-            return True
-        if wait_for == "memory":
-            return self._saver.last_is_hashed()
-        desired = self._session.desired
-        if desired is None:
-            return False
-        return (desired.protected_step if wait_for == "protected" else desired.ready_step) >= step
+    def _missed(self) -> int:
+        """Return the last step if it was due and skipped, else 0."""
+        last = self._next_step - 1
+        return last if self._saver is not None and self._saver.skipped_step == last > 0 else 0
+
+    def _retake(self, end: float) -> None:
+        """Take the snapshot of the last step, if that was skipped and the state is still the same."""
+        if self._saver is None or not self._missed():
+            return
+        if versions(self._parts) != self._versions:
+            logger.warning("the model was changed after step %d, which is not saved for that", self._missed())
+            return
+        while not self._saver.retake(self._missed()) and time.monotonic() < end:
+            time.sleep(_POLL_S)
+
+    def _level(self) -> Level:
+        """Return how safe the last snapshot is."""
+        step, desired = self._stats.snapshot_step, None if self._session is None else self._session.desired
+        if step == 0 or self._saver is None:
+            return "nothing"
+        if desired is not None and desired.ready_step >= step:
+            return "ready"
+        if desired is not None and desired.protected_step >= step:
+            return "protected"
+        return "memory" if self._saver.last_is_hashed() else "nothing"
 
 
 def _socket_path(job: str, given: str | os.PathLike[str] | None) -> Path:

@@ -53,6 +53,9 @@ class Saver:
         self._plan: Plan | None = None
         self._announced_bytes = 0
         self._trouble = ""
+        self.skipped_step = 0
+        """The newest step that was skipped; 0: none, or it was taken after all."""
+        self._skip_reason = ""
         self._last: tuple[wire.Slot, wire.Sealed] | None = None
 
     def end_step(self, step: int) -> None:
@@ -173,8 +176,20 @@ class Saver:
         page = read_page(Path(slot.page_path))
         return page.seq != sealed.seq or page.state not in {SlotState.WRITING, SlotState.SEALED}
 
+    def retake(self, step: int) -> bool:
+        """Take the snapshot that was skipped at the end of this step; return False when it can't be taken yet."""
+        grant = self._session.slots.take() if self._session.connected else None
+        if grant is None:
+            return False
+        self._session.slots.give_back(grant)
+        self.stats.skipped[self._skip_reason] -= 1
+        self.skipped_step = 0
+        self._save(step)
+        return True
+
     def _skip(self, step: int, reason: str, detail: str) -> None:
         self.stats.skipped[reason] += 1
+        self.skipped_step, self._skip_reason = step, reason
         self._session.skipped(wire.Skipped(attempt_uid=self._attempt.uid, step=step, reason=reason))
         self._note_trouble(reason, f"step {step} was not saved: {detail}")
 

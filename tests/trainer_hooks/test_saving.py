@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 from tests.support.fake_sidecar import FakeSidecar, Peer
-from tests.support.tiny_trainer import Tiny, open_image, tiny
+from tests.support.tiny_trainer import Tiny, load, open_image, tiny
 
 from toprope.trainer_hooks import Checkpointer, RestoreError, SidecarUnavailableError, wire
-from toprope.trainer_hooks.checkpointer import WaitFor
+from toprope.trainer_hooks.ending import Level, reaches
 
 
 @pytest.fixture
@@ -74,7 +74,7 @@ def test_the_welcome_of_a_sidecar_that_has_gone_counts_no_longer(sidecar: FakeSi
 
 
 @pytest.mark.parametrize("wait_for", ["memory", "protected", "ready"])
-def test_close_does_not_call_safe_what_no_sidecar_has_hashed(memory_dir: Path, wait_for: WaitFor) -> None:
+def test_close_does_not_call_safe_what_no_sidecar_has_hashed(memory_dir: Path, wait_for: Level) -> None:
     with NeverHashes(memory_dir / "s") as sidecar:
         checkpointer = begun(sidecar, tiny())
         checkpointer.end_step(2)
@@ -82,13 +82,82 @@ def test_close_does_not_call_safe_what_no_sidecar_has_hashed(memory_dir: Path, w
 
 
 @pytest.mark.parametrize("wait_for", ["protected", "ready"])
-def test_close_waits_for_the_tier_that_it_was_asked_for(sidecar: FakeSidecar, wait_for: WaitFor) -> None:
+def test_close_waits_for_the_tier_that_it_was_asked_for(sidecar: FakeSidecar, wait_for: Level) -> None:
     checkpointer = begun(sidecar, tiny())
     checkpointer.end_step(2)
     hear(sidecar, checkpointer, protected=2 if wait_for == "ready" else 1, ready=1)
-    assert not checkpointer._is_safe(wait_for)
+    assert not reaches(checkpointer._level(), wait_for)
     hear(sidecar, checkpointer, protected=2, ready=2 if wait_for == "ready" else 1)
-    assert checkpointer.close(wait_for)
+    closed = checkpointer.close(wait_for)
+    assert closed
+    assert (closed.step, closed.level, closed.skipped, str(closed)) == (
+        2,
+        wait_for,
+        0,
+        f"the last snapshot is step 2: {wait_for}",
+    )
+
+
+def test_close_says_what_it_got_when_that_is_less(sidecar: FakeSidecar) -> None:
+    checkpointer = begun(sidecar, tiny())
+    checkpointer.end_step(2)
+    sidecar.wait_image(2)
+    closed = checkpointer.close("ready", timeout_s=0.1)
+    assert not closed
+    assert (closed.step, closed.level) == (2, "memory")
+
+
+def test_close_takes_the_last_snapshot_that_found_no_free_slot(sidecar: FakeSidecar, tmp_path: Path) -> None:
+    trainer = tiny()
+    checkpointer = begun(sidecar, trainer)
+    sidecar.lend_again = False
+    for step in range(2, sidecar.slot_count + 3):
+        trainer.step()
+        checkpointer.end_step(step)
+    last = sidecar.slot_count + 2
+    assert checkpointer.stats.skipped["no free slot"] == 2  # the first step, before there were slots, and the last
+    assert (last, 0) not in sidecar.images
+    expected = trainer.digest()
+    with sidecar._mutex:
+        for number in range(sidecar.slot_count):
+            sidecar._grant(sidecar._peers[0], number)
+    assert checkpointer.close().step == last
+    assert checkpointer.stats.skipped["no free slot"] == 1
+    path = tmp_path / "image"
+    path.write_bytes(sidecar.images[last, 0])
+    again = tiny(9)
+    load(again.parts(), path)
+    assert again.digest() == expected
+
+
+def test_close_does_not_take_a_state_that_is_not_that_of_the_last_step(
+    sidecar: FakeSidecar, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = tiny()
+    sidecar.lend = False
+    checkpointer = Checkpointer(job="j", socket=sidecar.socket_path, **trainer.named())
+    checkpointer.restore()
+    trainer.step()
+    checkpointer.end_step(1)
+    trainer.step()
+    sidecar.lend_slots()
+    closed = checkpointer.close(timeout_s=5.0)
+    assert not closed
+    assert (closed.step, closed.skipped) == (0, 1)
+    assert "the model was changed after step 1" in caplog.text
+    assert not sidecar.images
+
+
+def test_close_ends_when_no_slot_comes(sidecar: FakeSidecar) -> None:
+    trainer = tiny()
+    sidecar.lend = False
+    checkpointer = Checkpointer(job="j", socket=sidecar.socket_path, **trainer.named())
+    checkpointer.restore()
+    trainer.step()
+    checkpointer.end_step(1)
+    closed = checkpointer.close(timeout_s=0.1)
+    assert not closed
+    assert str(closed) == "no snapshot was taken; step 1 was due and was not saved"
 
 
 def hear(sidecar: FakeSidecar, checkpointer: Checkpointer, *, protected: int, ready: int) -> None:

@@ -1,0 +1,54 @@
+"""How a trainer ends: what its last snapshot has come to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from toprope.trainer_hooks.modules import model_state
+from toprope.trainer_hooks.spread import local_of
+from toprope.trainer_hooks.state import Parts
+
+Level: TypeAlias = Literal["nothing", "memory", "protected", "ready"]
+LEVELS: tuple[Level, ...] = ("nothing", "memory", "protected", "ready")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Closed:
+    """What ``close()`` got. It is true if the last snapshot is as safe as was asked for, and its step was not skipped.
+
+    ``step`` is that of the last snapshot (0: there is none), ``level`` how safe it is; ``skipped`` is the last step of
+    all if that was due and could not be saved (else 0).
+    """
+
+    asked: Level
+    level: Level = "nothing"
+    step: int = 0
+    skipped: int = 0
+    saving: bool = True
+    """Whether there was anybody to save to."""
+
+    def __bool__(self) -> bool:
+        """Say whether it is what was asked for."""
+        if self.asked == "nothing":
+            return True
+        return self.saving and not self.skipped and (self.step == 0 or reaches(self.level, self.asked))
+
+    def __str__(self) -> str:
+        """Say it for a log."""
+        if not self.saving:
+            return "nothing was saved"
+        last = f"the last snapshot is step {self.step}: {self.level}" if self.step else "no snapshot was taken"
+        return last + (f"; step {self.skipped} was due and was not saved" if self.skipped else "")
+
+
+def reaches(level: Level, asked: Level) -> bool:
+    """Say whether a level is as safe as the one asked for: an object store is safer than a peer's memory."""
+    return LEVELS.index(level) >= LEVELS.index(asked)
+
+
+def versions(parts: Parts) -> list[tuple[str, int]]:
+    """Return torch's own counts of changes to the model; others than at the end of a step: it was changed since."""
+    found = model_state(parts.models(), world=1)
+    local = [(name, local_of(tensor)) for name, tensor in (*found.params.items(), *found.buffers.items())]
+    return [(name, 0 if tensor.is_inference() else tensor._version) for name, tensor in local]  # noqa: SLF001 - as autograd does
