@@ -49,7 +49,7 @@ class Commits:
         written = {key: one for by_key in self.receipts.values() for key, one in by_key.items()}
         for result in inventory.read_backs:
             receipt = written.get(result.key)
-            if receipt and receipt.node != inventory.node and receipt.copy.digest == result.digest:
+            if receipt and receipt.node != inventory.node and receipt.copy.stored_digest == result.digest:
                 self.found.setdefault(result.key, readiness.found_digest(result))
 
     def copies(self) -> tuple[Copy, ...]:

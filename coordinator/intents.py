@@ -5,13 +5,15 @@ A record is made only if the log still is what the intent was decided on; else n
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from toprope.coordinator.readiness import Receipt
+from toprope.store.checkpoint import check_places
 from toprope.store.errors import CorruptObjectError, UsageError
 from toprope.store.fold import JobState
+from toprope.store.incremental import unfounded
 from toprope.store.manifest import Index, Manifest, Shard
 from toprope.store.names import Key, index_key
 from toprope.store.records import Attempt, AttemptFacts, Held, Job, Ready, Struck
@@ -114,17 +116,36 @@ def _index_key(state: JobState, intent: CommitStep, receipt: Receipt) -> Key:
     return key
 
 
-def make_manifest(state: JobState, intent: CommitStep, indexes: Sequence[Index]) -> Manifest | str:
-    """Return the manifest of a step, or what is wrong with an index: it must say what its receipt says."""
+def make_manifest(
+    state: JobState, intent: CommitStep, indexes: Sequence[Index], bases: Mapping[int, Sequence[Index]]
+) -> Manifest | str:
+    """Return the manifest of a step, or what is wrong with an index: it must say what its receipt says.
+
+    What it names of older files must be what its base names: ``bases`` are the indexes of those READYs, by seq.
+
+    Raises:
+        CorruptObjectError: an index does not name files in which what it names can lie.
+    """
     for receipt, index in zip(intent.receipts, indexes, strict=True):
         copy = receipt.copy
         said = (index.job_uid, index.attempt, index.attempt_uid, index.step, index.rank, index.world)
         wanted = (state.job_uid, intent.attempt, intent.attempt_uid, intent.step, copy.rank, len(intent.receipts))
         if said != wanted:
             return f"index {copy.index_key} is of (job, attempt, uid, step, rank, world) {said}, expected {wanted}"
-        files = [(file.key, file.bytes, file.digest) for file in index.files[:1]]
-        if files != [(copy.key, copy.bytes, copy.digest)]:
-            return f"index {copy.index_key} names {files}, its receipt {(copy.key, copy.bytes, copy.digest)}"
+        found = (
+            index.bytes,
+            index.digest,
+            *((file.key, file.stored_bytes, file.stored_digest) for file in index.files[:1]),
+        )
+        expected = (copy.bytes, copy.digest, (copy.key, copy.stored_bytes, copy.stored_digest))
+        if found != expected:
+            return f"index {copy.index_key} names {found}, its receipt {expected}"
+        check_places(index, job=state.job, key=Key(copy.index_key))
+        base = None if index.base is None else bases[index.base]
+        if base is not None and len(base) != index.world:
+            return f"index {copy.index_key} rests on READY {index.base} of {len(base)} ranks; expected {index.world}"
+        if why := unfounded(index, None if base is None else base[index.rank]):
+            return f"index {copy.index_key}: {why}"
     return Manifest(
         job=state.job,
         job_uid=state.job_uid,
@@ -146,10 +167,18 @@ def make_manifest(state: JobState, intent: CommitStep, indexes: Sequence[Index])
     )
 
 
-def make_ready(state: JobState, intent: CommitStep, *, manifest_sha256: str) -> Ready | None:
-    """Return the record that makes a step READY; None when the log makes that impossible by now."""
+def make_ready(
+    state: JobState, intent: CommitStep, *, manifest_sha256: str, bases: Collection[int] = ()
+) -> Ready | None:
+    """Return the record that makes a step READY; None when the log makes that impossible by now.
+
+    ``bases`` are the READYs into whose files it points: they must be live in the very log that it is appended to, so
+    that nothing it names has been condemned.
+    """
     current = state.attempt
     if current is None or current.uid != intent.attempt_uid or intent.step <= state.last_step:
+        return None
+    if not set(bases) <= set(state.live):
         return None
     if state.is_ended(intent.attempt) or state.is_tainted(attempt=intent.attempt, step=intent.step):
         return None

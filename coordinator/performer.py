@@ -326,14 +326,19 @@ class Coordinator:
             )
             for receipt, key in zip(intent.receipts, index_keys(self._log.state, intent), strict=True)
         ]
-        made = make_manifest(self._log.state, intent, indexes)
+        state = self._log.state
+        seqs = sorted({index.base for index in indexes if index.base is not None})
+        if gone := sorted(set(seqs) - set(state.live)):
+            return f"it points into files of READY {gone[0]}, which is not live"
+        bases = {seq: await self._ports.store.indexes(state, seq) for seq in seqs}
+        made = make_manifest(state, intent, indexes, bases)
         if isinstance(made, str):
             return made
         body = manifest.encode(made)
         sha256 = manifest.sha256(body)
         key = manifest_key(self.config.job, attempt=intent.attempt, step=intent.step, sha256=sha256)
         await self._ports.store.create_manifest(key, body)
-        done = await self._log.append(lambda state: make_ready(state, intent, manifest_sha256=sha256))
+        done = await self._log.append(lambda state: make_ready(state, intent, manifest_sha256=sha256, bases=seqs))
         await self._log_moved()
         if done.seq is None:
             return "the log has moved on"
@@ -392,8 +397,10 @@ class Coordinator:
         damage = ""
         shards: tuple[Stored, ...] = ()
         try:
-            files = await self._ports.store.files(self._log.state, seq)
-            shards = tuple(Stored(key=file.key, bytes=file.bytes, digest=file.digest) for file in files)
+            shards = tuple(
+                Stored(key=one.index_key, bytes=one.bytes, digest=one.digest)
+                for one in await self._ports.store.shards(self._log.state, seq)
+            )
         except StoreError as error:
             damage = str(error)
         return Offer(

@@ -8,7 +8,7 @@ from typing import Protocol
 from toprope.coordinator.settings import Wrap
 from toprope.coordinator.wire import Desired, Inventory
 from toprope.store.fold import JobState
-from toprope.store.manifest import File
+from toprope.store.manifest import Index, Shard
 from toprope.store.names import Key
 
 
@@ -34,11 +34,19 @@ class StorePort(Protocol):
             CorruptObjectError: it is longer than an index may be.
         """
 
-    async def files(self, state: JobState, seq: int) -> tuple[File, ...]:
-        """Return the files of a READY checkpoint by rank, each there and as long as it should be.
+    async def shards(self, state: JobState, seq: int) -> tuple[Shard, ...]:
+        """Return the shards of a READY checkpoint by rank, each file of them there and as long as it should be.
 
         Raises:
             StoreError: one is not, or a manifest or index is not what it should be.
+            UnavailableError: the store did not answer.
+        """
+
+    async def indexes(self, state: JobState, seq: int) -> tuple[Index, ...]:
+        """Return the indexes of a READY checkpoint by rank.
+
+        Raises:
+            StoreError: a manifest or index is not what it should be.
             UnavailableError: the store did not answer.
         """
 

@@ -49,7 +49,12 @@ def assign(receipts: Sequence[Receipt], readers: Sequence[str], *, done: Mapping
             continue
         others = [name for name in sorted(readers) if name != receipt.node] or [HERE]
         tasks.append(
-            ReadBackTask(node=others[copy.rank % len(others)], key=copy.key, bytes=copy.bytes, digest=copy.digest)
+            ReadBackTask(
+                node=others[copy.rank % len(others)],
+                key=copy.key,
+                bytes=copy.stored_bytes,
+                digest=copy.stored_digest,
+            )
         )
     return tuple(tasks)
 
@@ -58,9 +63,9 @@ def spoiled(receipts: Sequence[Receipt], done: Mapping[str, str]) -> str:
     """Return what is wrong with objects that were read back and did not have their digest; empty when nothing is."""
     return "; ".join(
         f"rank {receipt.copy.rank}: {receipt.copy.key} has digest {done[receipt.copy.key]}, "
-        f"its receipt says {receipt.copy.digest}"
+        f"its receipt says {receipt.copy.stored_digest}"
         for receipt in receipts
-        if receipt.copy.key in done and done[receipt.copy.key] != receipt.copy.digest
+        if receipt.copy.key in done and done[receipt.copy.key] != receipt.copy.stored_digest
     )
 
 

@@ -22,7 +22,7 @@ Shards = dict[int, list[tuple[Node | None, Copy]]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stored:
-    """A shard of a READY checkpoint as its manifest and index have it."""
+    """A shard of a READY checkpoint as its manifest has it; ``key`` is that of its index."""
 
     key: str
     bytes: int
@@ -164,7 +164,7 @@ def _shard(rank: int, copies: list[tuple[Node | None, Copy]], stored: Stored | N
     sources = [
         Source(tier=copy.tier, node=node.name, url=node.url)
         if node is not None
-        else Source(tier="object", key=copy.key)
+        else Source(tier="object", key=copy.index_key)
         for node, copy in copies
     ]
     if stored is not None:

@@ -66,7 +66,9 @@ class RankState(_Document, frozen=True, kw_only=True):
 class Copy(_Document, frozen=True, kw_only=True):
     """A shard that this node holds and whose digest it has checked. With tier ``object`` it is a receipt.
 
-    ``key`` (local path or object key), ``nonce``, ``index_key`` and ``index_sha256`` are set for tier object.
+    ``bytes`` and ``digest`` are those of the rank's whole image in each tier. ``key`` (local path or object key),
+    ``nonce``, ``index_key`` and ``index_sha256`` are set for tier object, and ``stored_bytes`` and ``stored_digest``:
+    those of the object ``key`` as it lies there, which may be packed, or hold only what is new.
     """
 
     attempt: int
@@ -81,6 +83,8 @@ class Copy(_Document, frozen=True, kw_only=True):
     nonce: str = ""
     index_key: str = ""
     index_sha256: str = ""
+    stored_bytes: int = 0
+    stored_digest: str = ""
 
 
 class Skip(_Document, frozen=True, kw_only=True):
@@ -142,7 +146,7 @@ class Member(_Document, frozen=True, kw_only=True):
 
 
 class Source(_Document, frozen=True, kw_only=True):
-    """A place where a shard can be had: a node's tier by its url, or the object store by key."""
+    """A place where a shard can be had: a node's tier by its url, or the object store by the key of its index."""
 
     tier: Tier
     node: str = ""

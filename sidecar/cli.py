@@ -7,13 +7,14 @@ import logging
 import os
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, cast
 
 import typer
 
 from toprope.coordinator.serving import check_ready_file, read_token
 from toprope.coordinator.settings import parse_address, unwrapped
 from toprope.sidecar.config import SidecarConfig, default_node, parse_domain
+from toprope.sidecar.packing import Codec
 from toprope.sidecar.runtime import run
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
@@ -39,6 +40,9 @@ def sidecar(  # noqa: PLR0913 - one parameter for each flag
     state_size: Annotated[int | None, typer.Option(min=1, help="Bytes of one rank's state: checked to fit.")] = None,
     ranks: Annotated[int, typer.Option(min=1, help="Ranks on this node, for --state-size.")] = 1,
     copies: Annotated[int, typer.Option(min=0, help="Peer copies held here for each own rank.")] = 1,
+    codec: Annotated[
+        str, typer.Option(help="Pack uploads: auto (if the link is slower than packing), zstd or none.")
+    ] = "auto",
     token_file: Annotated[Path | None, typer.Option(help="File with the job's token; needed off loopback.")] = None,
     ready_file: Annotated[Path | None, typer.Option(help="Where to write url and pid once it serves.")] = None,
 ) -> None:
@@ -62,6 +66,7 @@ def sidecar(  # noqa: PLR0913 - one parameter for each flag
         state_size=state_size,
         ranks=ranks,
         copies=copies,
+        codec=cast("Codec", codec),
         token=read_token(token_file),
         ready_file=ready_file,
     )

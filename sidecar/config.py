@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from toprope.coordinator.settings import Address, check_reach
+from toprope.sidecar.packing import CODECS, Codec
 from toprope.store.errors import UsageError
 from toprope.store.names import checked_id
 
@@ -39,6 +40,7 @@ class SidecarConfig:
     ready_file: Path | None = None
     stall_timeout_s: float = 5.0
     use_deadline_s: float = 30.0
+    codec: Codec = "auto"
 
     def __post_init__(self) -> None:
         """Check what can be checked without a look at the machine.
@@ -50,6 +52,8 @@ class SidecarConfig:
         checked_id(self.node, what="node")
         _check_socket(self.socket)
         _check_listen(self.listen, token=self.token)
+        if self.codec not in CODECS:
+            raise UsageError(f"--codec {self.codec}: give one of {', '.join(CODECS)}")
         for url in self.coordinators:
             if not url.startswith(("http://", "https://")):
                 raise UsageError(f"coordinator {url!r} is not a URL: give http://HOST:PORT")

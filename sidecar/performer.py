@@ -26,7 +26,7 @@ from toprope.sidecar.effects import Effect
 from toprope.sidecar.events import Event
 from toprope.sidecar.local_tier import LocalError, LocalTier
 from toprope.sidecar.memory import DroppedError, Memory, NoRoomError
-from toprope.sidecar.object_tier import DamagedError, read_back, store_object
+from toprope.sidecar.object_tier import DamagedError, ObjectTier, read_back
 from toprope.sidecar.ports import CoordinatorError, PeerError, Ports
 from toprope.sidecar.pulling import WrongBytesError, pull
 from toprope.sidecar.shouts import Shouts
@@ -75,6 +75,7 @@ class Sidecar:
         self._page_turns: defaultdict[tuple[int, int], asyncio.Lock] = defaultdict(asyncio.Lock)
         self._ending = False
         ports = parts.ports
+        self._objects = ObjectTier(ports.objects, config.job, codec=config.codec)
         self._stager = Stager(memory=parts.memory, peers=ports.peers, objects=ports.objects, doubt=self._doubt)
         self.documents = Documents(
             parts.core, coordinator=ports.coordinator, broker=ports.broker, post=self.post, shouts=self._shouts
@@ -242,9 +243,7 @@ class Sidecar:
     async def _store_object(self, effect: do.StoreObject) -> None:
         shard = effect.shard
         image = self._image(shard.rank, effect.slot, shard.bytes)
-        store = functools.partial(
-            store_object, self._parts.ports.objects, self.config.job, shard, image, nonce=os.urandom(16).hex()
-        )
+        store = functools.partial(self._objects.put, shard, image, nonce=os.urandom(16).hex())
         with metrics.STORE_SECONDS.labels(tier="object").time():
             try:
                 receipt = await self._in_bulk(store)
@@ -259,7 +258,7 @@ class Sidecar:
                     )
                 )
                 return
-        metrics.STORED_BYTES.labels(tier="object").inc(shard.bytes)
+        metrics.STORED_BYTES.labels(tier="object").inc(receipt.stored_bytes)
         self.post(on.ObjectStored(slot=effect.slot, receipt=receipt))
 
     async def _read_back(self, effect: do.ReadObjectBack) -> None:

@@ -11,8 +11,10 @@ from toprope.sidecar.effects import Stage
 from toprope.sidecar.memory import Memory, NoRoomError
 from toprope.sidecar.ports import PeerError, PeersPort
 from toprope.sidecar.values import Way
-from toprope.store.digest import CHUNK_BYTES, digest, digest_of_file
+from toprope.store.checkpoint import read_index_at
+from toprope.store.digest import digest, digest_of_file
 from toprope.store.errors import CkptError, UnavailableError
+from toprope.store.files import fill_from_image
 from toprope.store.names import Key
 from toprope.store.objects.protocol import ObjectStore
 from toprope.trainer_hooks.wire import StagedShard
@@ -108,9 +110,10 @@ class Stager:
 
     def _from_store(self, way: Way, view: memoryview) -> None:
         try:
-            for start in range(0, len(view), CHUNK_BYTES):
-                length = min(CHUNK_BYTES, len(view) - start)
-                view[start : start + length] = self.objects.read(Key(way.key), start=start, length=length)
+            index = read_index_at(self.objects, Key(way.key))
+            if index.bytes != len(view):
+                raise _WayError(f"its image has {index.bytes} bytes; expected {len(view)}")
+            fill_from_image(self.objects, index, view)
         except CkptError as error:
             raise _WayError(str(error), again=isinstance(error, UnavailableError)) from error
 

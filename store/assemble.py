@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from toprope.store.checkpoint import Damage, damage_of, read_index, read_manifest, scan_shard
 from toprope.store.digest import Hasher
 from toprope.store.errors import CorruptObjectError, MissingObjectError
+from toprope.store.files import FileReader
 from toprope.store.fold import JobState
 from toprope.store.manifest import Index, Manifest
 from toprope.store.names import Key
@@ -78,11 +79,17 @@ class _Reading:
     job: str
     at: int = 0
     hasher: Hasher = field(default_factory=Hasher)
+    reader: FileReader = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Begin with the file that has it."""
+        self.reader = FileReader(self.store, self.part.index.files[self.part.tensor.file])
 
     def read(self, count: int) -> bytes:
         """Return its next bytes."""
         try:
-            body = self.store.read(self._key, start=self.part.tensor.begin + self.at, length=count)
+            begin = self.part.tensor.begin + self.at
+            body = self.reader.read(begin, begin + count)
         except (CorruptObjectError, MissingObjectError) as error:
             raise self._damaged(str(error).removeprefix(f"{self._key}: ")) from error
         self.at += count
@@ -97,7 +104,7 @@ class _Reading:
 
     @property
     def _key(self) -> Key:
-        return Key(self.part.index.files[0].key)
+        return Key(self.part.index.files[self.part.tensor.file].key)
 
     def _damaged(self, what: str) -> CorruptObjectError:
         tensor, index = self.part.tensor, self.part.index
@@ -116,10 +123,10 @@ class _Reading:
 
 
 def shard_metadata(store: ObjectStore, index: Index, *, job: str) -> dict[str, str]:
-    """Return the metadata of a rank's file. All of the file is read, since its digest alone vouches for them.
+    """Return the metadata of a rank's image. All of it is read, since its digest alone may vouch for them.
 
     Raises:
-        CorruptObjectError: the file is damaged; the message names what of it.
+        CorruptObjectError: the image is damaged; the message names what of it.
     """
     head = bytearray()
     room = LENGTH_BYTES + MAX_HEADER_BYTES
@@ -129,5 +136,4 @@ def shard_metadata(store: ObjectStore, index: Index, *, job: str) -> dict[str, s
 
     for damage in scan_shard(store, index, job=job, take=take):
         raise CorruptObjectError(str(damage))
-    file = index.files[0]
-    return parse_header(bytes(head), size=file.bytes, name=file.key).metadata
+    return parse_header(bytes(head), size=index.bytes, name=index.files[0].key).metadata

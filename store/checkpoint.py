@@ -11,19 +11,24 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from toprope.store.digest import Hasher, chunks_of_object
+from toprope.store.codec import MAX_RATIO
+from toprope.store.digest import Hasher, digest_of_object
 from toprope.store.errors import CkptError, CorruptObjectError, MissingObjectError
+from toprope.store.files import image_chunks, image_parts
 from toprope.store.fold import JobState
 from toprope.store.manifest import (
+    MAX_FILES,
     MAX_INDEX_BYTES,
     MAX_MANIFEST_BYTES,
+    File,
+    Head,
     Index,
     Manifest,
     Shard,
     Tensor,
     decode,
 )
-from toprope.store.names import Key, index_key, manifest_key, shard_key
+from toprope.store.names import Key, index_key, is_shard_key, manifest_key, shard_key
 from toprope.store.objects.protocol import ObjectStore
 from toprope.store.shard import LENGTH_BYTES, MAX_HEADER_BYTES, Header, header_length, identity_of, parse_header
 
@@ -93,33 +98,70 @@ def read_index(store: ObjectStore, manifest: Manifest, shard: Shard) -> Index:
     return index
 
 
+def read_index_at(store: ObjectStore, key: Key) -> Index:
+    """Return the index that a key names, for whoever knows which rank's it is and checks its image afterwards.
+
+    Raises:
+        CorruptObjectError: its bytes are not those that its name has the SHA-256 of, or it is no index.
+        MissingObjectError: it is not there.
+    """
+    named = re.search(r"-([0-9a-f]{64})\.index\.json$", key)
+    if named is None:
+        raise CorruptObjectError(f"{key}: not the key of an index")
+    index = decode(read_capped(store, key, limit=MAX_INDEX_BYTES), Index, key=key, expected_sha256=named[1])
+    check_places(index, job=key.partition("/")[0], key=key)
+    return index
+
+
 def scan_shard(
     store: ObjectStore, index: Index, *, job: str, take: Callable[[bytes], None] | None = None
 ) -> Iterator[Damage]:
-    """Read a rank's file from end to end, handing its bytes to ``take``, and yield what is wrong with it."""
-    key = Key(index.files[0].key)
-    try:
-        yield from _scan(store, index, key, job=job, take=take)
-    except (MissingObjectError, CorruptObjectError) as error:
-        yield _damage(index, job, str(error))
-
-
-def _scan(
-    store: ObjectStore, index: Index, key: Key, *, job: str, take: Callable[[bytes], None] | None
-) -> Iterator[Damage]:
-    file = index.files[0]
-    size = store.size(key)
-    if size != file.bytes:
-        cut = next((tensor for tensor in _in_order(index) if tensor.end > size), None)
-        begin, end = sorted((size, file.bytes))
-        yield _damage(index, job, f"the file has {size} bytes, expected {file.bytes}", cut, begin=begin, end=end)
+    """Read a rank's image from end to end, handing its bytes to ``take``, and yield what is wrong with it."""
+    damages = [damage for file in index.files for damage in length_damage(store, index, file, job=job)]
+    if damages:
+        yield from damages
         return
-    scan = _Scan(index)
-    for chunk in chunks_of_object(store, key):
-        scan.update(chunk)
-        if take is not None:
-            take(chunk)
-    yield from scan.damages(job)
+    scan = _Scan(index, job)
+    try:
+        for chunk in image_chunks(store, index):
+            scan.update(chunk)
+            if take is not None:
+                take(chunk)
+    except (MissingObjectError, CorruptObjectError) as error:
+        named = str(error).partition(": ")[0]
+        number = next((at for at, file in enumerate(index.files) if file.key == named), scan.part.file)
+        yield _damage(index, job, str(error), scan.part if scan.part.file == number else None, number=number)
+        return
+    yield from scan.damages()
+
+
+def length_damage(store: ObjectStore, index: Index, file: File, *, job: str) -> Iterator[Damage]:
+    """Yield what is wrong with the length of a file of a rank, without reading it."""
+    number = index.files.index(file)
+    try:
+        size = store.size(Key(file.key))
+    except (MissingObjectError, CorruptObjectError) as error:
+        yield _damage(index, job, str(error), number=number)
+        return
+    if size != file.stored_bytes:
+        parts = (part for part in index.tensors if part.file == number and part.end > size)
+        cut = None if file.packed is not None else min(parts, key=lambda part: part.begin, default=None)
+        begin, end = sorted((size, file.stored_bytes))
+        what = f"the file has {size} bytes, expected {file.stored_bytes}"
+        yield _damage(index, job, what, cut, number=number, begin=begin, end=end)
+
+
+def scan_object(store: ObjectStore, index: Index, file: File, *, job: str) -> Iterator[Damage]:
+    """Read the object of a file from end to end, what nothing names any more included, and yield what is wrong."""
+    number = index.files.index(file)
+    try:
+        found = digest_of_object(store, Key(file.key))
+    except (MissingObjectError, CorruptObjectError) as error:
+        yield _damage(index, job, str(error), number=number)
+        return
+    if found != file.stored_digest:
+        what = f"outside of the tensors that this step needs: digest {found}, expected {file.stored_digest}"
+        yield _damage(index, job, what, number=number, begin=0, end=file.stored_bytes)
 
 
 def damage_of(error: CkptError, state: JobState, *, seq: int, rank: int | None = None) -> Damage:
@@ -130,62 +172,65 @@ def damage_of(error: CkptError, state: JobState, *, seq: int, rank: int | None =
 
 
 class _Scan:
-    """The digests of a file and of its tensors, computed as its bytes come by, in order."""
+    """The digests of an image and of its parts, computed as its bytes come by, in order."""
 
-    def __init__(self, index: Index) -> None:
+    def __init__(self, index: Index, job: str) -> None:
         self._index = index
+        self._job = job
         self._whole = Hasher()
         self._head = bytearray()
-        self._at = 0
-        self._tensors = _in_order(index)
-        begin = self._tensors[0].begin if self._tensors else index.files[0].bytes
-        self._head_bytes = min(begin, LENGTH_BYTES + MAX_HEADER_BYTES)
-        self._current = 0
+        self._parts = list(image_parts(index))
+        self._found: list[str] = []
         self._own = Hasher()
-        self._damaged: list[tuple[Tensor, str]] = []
+        self._missing = self._bytes_of(0)
+
+    @property
+    def part(self) -> Head | Tensor:
+        """The part that is being read."""
+        return self._parts[min(len(self._found), len(self._parts) - 1)]
+
+    def _bytes_of(self, number: int) -> int:
+        return self._parts[number].end - self._parts[number].begin if number < len(self._parts) else 0
 
     def update(self, chunk: bytes) -> None:
         self._whole.update(chunk)
-        self._head += chunk[: max(0, self._head_bytes - self._at)]
-        end = self._at + len(chunk)
+        if not self._found:
+            self._head += chunk[: self._missing]
         with memoryview(chunk) as view:
-            while self._current < len(self._tensors) and self._tensors[self._current].begin <= end:
-                tensor = self._tensors[self._current]
-                self._own.update(view[max(0, tensor.begin - self._at) : tensor.end - self._at])
-                if tensor.end > end:
-                    break
-                self._finish(tensor)
-        self._at = end
+            at = 0
+            while len(self._found) < len(self._parts) and (self._missing <= len(view) - at):
+                self._own.update(view[at : at + self._missing])
+                at += self._missing
+                self._found.append(self._own.hexdigest())
+                self._own = Hasher()
+                self._missing = self._bytes_of(len(self._found))
+            self._own.update(view[at:])
+            self._missing -= len(view) - at
 
-    def _finish(self, tensor: Tensor) -> None:
-        found = self._own.hexdigest()
-        if found != tensor.digest:
-            self._damaged.append((tensor, found))
-        self._own = Hasher()
-        self._current += 1
-
-    def damages(self, job: str) -> Iterator[Damage]:
-        file = self._index.files[0]
-        for tensor, found in self._damaged:
-            what = f"digest {found}, expected {tensor.digest}"
-            yield _damage(self._index, job, what, tensor, begin=tensor.begin, end=tensor.end)
-        if self._damaged:
+    def damages(self) -> Iterator[Damage]:
+        index, head, damaged = self._index, self._index.head, False
+        for part, found in zip(self._parts, self._found, strict=True):
+            if part.digest and found != part.digest:
+                damaged = True
+                what = "" if isinstance(part, Tensor) else "the header was changed: "
+                yield _damage(index, self._job, f"{what}digest {found}, expected {part.digest}", part)
+        if damaged:
             return
         found = self._whole.hexdigest()
-        if found != file.digest:
-            what = f"the header was changed: the file has digest {found}, expected {file.digest}"
-            yield _damage(self._index, job, what, begin=0, end=self._head_bytes)
-        elif why := _disagreement(bytes(self._head), self._index):
-            yield _damage(self._index, job, why, begin=0, end=self._head_bytes)
+        if found != index.digest:
+            what = f"the header was changed: the image has digest {found}, expected {index.digest}"
+            yield _damage(index, self._job, what, head)
+        elif why := _disagreement(bytes(self._head), index):
+            yield _damage(index, self._job, why, head)
 
 
 def _disagreement(head: bytes, index: Index) -> str | None:
-    """Return how the header of a file whose digest is right differs from its index: a bug of whoever wrote them."""
-    file = index.files[0]
+    """Return how the header of an image whose digest is right differs from its index: a bug of whoever wrote them."""
+    name = index.files[index.head.file].key
     try:
-        header_length(head, size=file.bytes, name=file.key)
-        header = parse_header(head, size=file.bytes, name=file.key)
-        identity = identity_of(header, name=file.key)
+        header_length(head, size=index.bytes, name=name)
+        header = parse_header(head, size=index.bytes, name=name)
+        identity = identity_of(header, name=name)
     except CorruptObjectError as error:
         return str(error).partition(": ")[2]
     said = (identity.job_uid, identity.attempt, identity.attempt_uid, identity.step, identity.rank, identity.world)
@@ -200,29 +245,58 @@ def _places(header: Header) -> set[tuple[str, str, tuple[int, ...], int, int]]:
 
 
 def _tensors(index: Index) -> set[tuple[str, str, tuple[int, ...], int, int]]:
-    return {(tensor.name, tensor.dtype, tensor.shape, tensor.begin, tensor.end) for tensor in index.tensors}
+    """Return the tensors of an index with the places that they have in its image."""
+    found = set()
+    at = index.head.end - index.head.begin
+    for tensor in index.tensors:
+        end = at + tensor.end - tensor.begin
+        found.add((tensor.name, tensor.dtype, tensor.shape, at, end))
+        at = end
+    return found
 
 
 def _check_files(index: Index, shard: Shard, manifest: Manifest, *, key: Key) -> None:
-    if len(index.files) != 1 or any(tensor.file != 0 for tensor in index.tensors):
-        raise CorruptObjectError(f"{key}: it names {len(index.files)} files; this version reads one for each rank")
-    file = index.files[0]
+    if (index.bytes, index.digest) != (shard.bytes, shard.digest):
+        raise CorruptObjectError(f"{key}: it gives its image another size or digest than the manifest does")
+    check_places(index, job=manifest.job, key=key)
+
+
+def check_places(index: Index, *, job: str, key: Key) -> None:
+    """Check that an index names files of this job, the first one its own, in which all that it names can lie.
+
+    Raises:
+        CorruptObjectError: it does not.
+    """
+    files = index.files
+    if not 1 <= len(files) <= MAX_FILES or len({file.key for file in files}) != len(files):
+        raise CorruptObjectError(f"{key}: it names {len(files)} files; expected 1 to {MAX_FILES}, each once")
     stem = shard_key(
-        manifest.job, attempt=index.attempt, step=index.step, rank=index.rank, world=index.world, nonce="0"
+        job, attempt=index.attempt, step=index.step, rank=index.rank, world=index.world, nonce="0"
     ).removesuffix("0.safetensors")
-    if re.fullmatch(re.escape(stem) + r"[0-9a-f]{1,128}\.safetensors", file.key) is None:
-        raise CorruptObjectError(f"{key}: it names the file {file.key[:200]!r}, which is not one of that rank and step")
-    if (file.bytes, file.digest) != (shard.bytes, shard.digest):
-        raise CorruptObjectError(f"{key}: it gives its file another size or digest than the manifest does")
-    at = 0
-    for tensor in _in_order(index):
-        if not at <= tensor.begin <= tensor.end <= file.bytes:
-            raise CorruptObjectError(f"{key}: tensor {tensor.name[:80]!r} does not lie inside its file and apart")
-        at = tensor.end
+    if not files[0].key.startswith(stem):
+        raise CorruptObjectError(
+            f"{key}: it names the file {files[0].key[:200]!r}, which is not one of that rank and step"
+        )
+    for file in files:
+        if not is_shard_key(job, file.key, packed=file.packed is not None):
+            raise CorruptObjectError(f"{key}: it names the file {file.key[:200]!r}, which is not one of a shard")
+        if file.packed is not None and file.bytes > file.packed.bytes * MAX_RATIO:
+            raise CorruptObjectError(f"{key}: {file.packed.bytes} bytes can't be {file.bytes}, packed ({file.key})")
+    _check_parts(index, key=key)
 
 
-def _in_order(index: Index) -> list[Tensor]:
-    return sorted(index.tensors, key=lambda tensor: (tensor.begin, tensor.end))
+def _check_parts(index: Index, *, key: Key) -> None:
+    at = [0] * len(index.files)
+    for part in sorted(image_parts(index), key=lambda part: (part.file, part.begin, part.end)):
+        name = "its header" if isinstance(part, Head) else f"tensor {part.name[:80]!r}"
+        if not 0 <= part.file < len(at):
+            raise CorruptObjectError(f"{key}: {name} lies in file {part.file} of {len(at)}")
+        if not at[part.file] <= part.begin <= part.end <= index.files[part.file].bytes:
+            raise CorruptObjectError(f"{key}: {name} does not lie inside its file and apart")
+        at[part.file] = part.end
+    total = sum(part.end - part.begin for part in image_parts(index))
+    if total != index.bytes or index.head.end - index.head.begin > LENGTH_BYTES + MAX_HEADER_BYTES:
+        raise CorruptObjectError(f"{key}: what it names has {total} bytes, and its image {index.bytes}")
 
 
 def _identity(manifest: Manifest) -> tuple[str, int, str, int]:
@@ -240,17 +314,27 @@ def _index_key(manifest: Manifest, shard: Shard) -> Key:
     )
 
 
-def _damage(
-    index: Index, job: str, what: str, tensor: Tensor | None = None, *, begin: int | None = None, end: int | None = None
+def _damage(  # noqa: PLR0913 - what a damage consists of
+    index: Index,
+    job: str,
+    what: str,
+    part: Head | Tensor | None = None,
+    *,
+    number: int = 0,
+    begin: int | None = None,
+    end: int | None = None,
 ) -> Damage:
+    key = index.files[number if part is None else part.file].key
+    if part is not None and begin is None:
+        begin, end = part.begin, part.end
     return Damage(
         job=job,
-        key=index.files[0].key,
-        what=what.removeprefix(f"{index.files[0].key}: "),
+        key=key,
+        what=what.removeprefix(f"{key}: "),
         step=index.step,
         attempt=index.attempt,
         rank=index.rank,
-        tensor=tensor.name if tensor else None,
+        tensor=part.name if isinstance(part, Tensor) else None,
         begin=begin,
         end=end,
     )

@@ -177,6 +177,18 @@ def read_on(store: ObjectStore, state: JobState) -> JobState:
     return run_steps(_catch_up(state), lambda call: perform(store, call))
 
 
+def glance(store: ObjectStore, state: JobState) -> JobState:
+    """Return the fold with what has been appended since, for whoever need not be sure of it. Asks once, and no medium.
+
+    Raises:
+        LogCorruptError: a record is damaged or illegal, or ``state`` is not of this log.
+        UnavailableError: the store did not answer.
+    """
+    while (body := _read_if_there(store, log_key(state.job, state.n))) is not None:
+        state, _ = apply(state, body)
+    return state
+
+
 def _read_if_there(store: ObjectStore, key: Key) -> bytes | None:
     try:
         return store.read(key)

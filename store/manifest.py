@@ -1,21 +1,23 @@
 """Manifest and index: what a checkpoint consists of. Pure; encoded as JSON with sorted keys.
 
 A manifest names one index for each rank by its SHA-256; an index names the rank's files and, in them, each tensor with
-its digest. ``digest`` is always XXH3-128, 32 hex digits, as ``xxhsum -H128`` prints it.
+its digest. ``digest`` is always XXH3-128, 32 hex digits, as ``xxhsum -H128`` prints it. What was written in an earlier
+format is read as a value of this one.
 """
 
 from __future__ import annotations
 
 import hashlib
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import msgspec
 
 from toprope.store.errors import CorruptObjectError
 
-FORMAT = 1
+FORMAT = 2
 MAX_MANIFEST_BYTES = 64 * 1024 * 1024
 MAX_INDEX_BYTES = 64 * 1024 * 1024
+MAX_FILES = 64
 
 
 class Tensor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -35,16 +37,51 @@ class Tensor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     digest: str
 
 
-class File(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """An object that holds tensors: its whole length in bytes and its digest."""
+class Head(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What the image has before its tensors: length and header, at ``begin`` to ``end`` of file number ``file``.
 
-    key: str
+    ``digest`` is empty if only that of the whole image vouches for it: in format 1.
+    """
+
+    file: int
+    begin: int
+    end: int
+    digest: str
+
+
+class Packed(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How the object of a packed file lies in the store: its own length in bytes and its digest."""
+
+    codec: Literal["zstd"]
     bytes: int
     digest: str
 
 
+class File(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A file that holds tensors: its whole length in bytes and its digest, unpacked."""
+
+    key: str
+    bytes: int
+    digest: str
+    packed: Packed | None = None
+
+    @property
+    def stored_bytes(self) -> int:
+        """The length of the object."""
+        return self.bytes if self.packed is None else self.packed.bytes
+
+    @property
+    def stored_digest(self) -> str:
+        """The digest of the object."""
+        return self.digest if self.packed is None else self.packed.digest
+
+
 class Index(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The snapshot of one rank at one step."""
+    """The snapshot of one rank at one step: its image is ``head`` and then ``tensors``, one after the other.
+
+    ``bytes`` and ``digest`` are those of the image. ``files[0]`` is new with this checkpoint; the others are named by
+    the READY ``base`` too.
+    """
 
     format: int = FORMAT
     job_uid: str
@@ -53,12 +90,55 @@ class Index(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     step: int
     rank: int
     world: int
+    bytes: int
+    digest: str
+    base: int | None = None
+    head: Head
     files: tuple[File, ...]
     tensors: tuple[Tensor, ...]
 
 
+class _FileOf1(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    key: str
+    bytes: int
+    digest: str
+
+
+class _IndexOf1(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """An index of format 1: one file, which is the image."""
+
+    format: int
+    job_uid: str
+    attempt: int
+    attempt_uid: str
+    step: int
+    rank: int
+    world: int
+    files: tuple[_FileOf1]
+    tensors: tuple[Tensor, ...]
+
+    def as_now(self) -> Index:
+        """Return the index of today's format that says the same."""
+        (image,) = self.files
+        tensors = tuple(sorted(self.tensors, key=lambda tensor: (tensor.begin, tensor.end)))
+        return Index(
+            format=self.format,
+            job_uid=self.job_uid,
+            attempt=self.attempt,
+            attempt_uid=self.attempt_uid,
+            step=self.step,
+            rank=self.rank,
+            world=self.world,
+            bytes=image.bytes,
+            digest=image.digest,
+            head=Head(file=0, begin=0, end=tensors[0].begin if tensors else image.bytes, digest=""),
+            files=(File(key=image.key, bytes=image.bytes, digest=image.digest),),
+            tensors=tensors,
+        )
+
+
 class Shard(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A rank's line in the manifest. ``digest`` and ``bytes`` are those of its newest file, files[0] of its index."""
+    """A rank's line in the manifest. ``digest`` and ``bytes`` are those of its whole image, wherever its parts lie."""
 
     rank: int
     index_key: str
@@ -81,6 +161,10 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     shards: tuple[Shard, ...]
 
 
+class _Peek(msgspec.Struct, frozen=True):
+    format: int
+
+
 _T = TypeVar("_T", Index, Manifest)
 
 
@@ -95,7 +179,7 @@ def sha256(body: bytes) -> str:
 
 
 def decode(body: bytes, kind: type[_T], *, key: str, expected_sha256: str) -> _T:
-    """Return the manifest or index in these bytes.
+    """Return the manifest or index in these bytes, of this format or an earlier one.
 
     Raises:
         CorruptObjectError: its SHA-256 is not the one that names it, or it is not a value of that kind and format.
@@ -104,9 +188,11 @@ def decode(body: bytes, kind: type[_T], *, key: str, expected_sha256: str) -> _T
     if found != expected_sha256:
         raise CorruptObjectError(f"{key}: SHA-256 is {found}, expected {expected_sha256}")
     try:
-        value = msgspec.json.decode(body, type=kind)
+        written = msgspec.json.decode(body, type=_Peek).format
+        if not 1 <= written <= FORMAT:
+            raise CorruptObjectError(f"{key}: format {written}; this version reads formats 1 to {FORMAT}")
+        if kind is Index and written == 1:
+            return msgspec.json.decode(body, type=_IndexOf1).as_now()
+        return msgspec.json.decode(body, type=kind)
     except msgspec.DecodeError as error:
-        raise CorruptObjectError(f"{key}: not a {kind.__name__.lower()} of format {FORMAT}: {error}") from error
-    if value.format != FORMAT:
-        raise CorruptObjectError(f"{key}: format {value.format}; this version reads format {FORMAT}")
-    return value
+        raise CorruptObjectError(f"{key}: not a {kind.__name__.lower()} of formats 1 to {FORMAT}: {error}") from error

@@ -17,13 +17,16 @@ import msgspec
 
 from toprope.store.digest import Hasher
 from toprope.store.errors import CorruptObjectError
-from toprope.store.manifest import File, Index, Tensor
+from toprope.store.manifest import File, Head, Index, Tensor
 from toprope.store.names import Key
 
 FORMAT = "1"
 LENGTH_BYTES = 8
 MAX_HEADER_BYTES = 16 * 1024 * 1024
 MAX_TENSORS = 65_536
+MAX_MARKS = 28 * MAX_TENSORS
+"""How many braces, brackets, commas and colons a header may have, before it is parsed: a value of JSON takes much more
+memory than text. A tensor has 12 and as many in its piece, a few more if it has many dimensions."""
 MAX_DIMENSIONS = 32
 MAX_NAME_CHARACTERS = 1024
 MAX_EXTENT = 2**63
@@ -98,12 +101,13 @@ class Header:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HashedImage:
-    """An image with its digest and that of each tensor, in the order of ``header.extents``."""
+    """An image with its digest, that of its head and that of each tensor, in the order of ``header.extents``."""
 
     header: Header
     identity: Identity
     bytes: int
     digest: str
+    head_digest: str
     tensor_digests: tuple[str, ...]
 
 
@@ -132,10 +136,13 @@ def parse_header(head: bytes | memoryview, *, size: int, name: str) -> Header:
     length = header_length(head, size=size, name=name)
     if len(head) < length:
         raise _not_an_image(name, f"the header ends at byte {len(head)}, expected {length}")
+    text = bytes(head[LENGTH_BYTES:length])
+    if (marks := sum(text.count(mark) for mark in (b"{", b"[", b",", b":"))) > MAX_MARKS:
+        raise _not_an_image(name, f"its header has {marks} values and more; at most {MAX_MARKS}")
     try:
-        fields = json.loads(bytes(head[LENGTH_BYTES:length]).decode(), object_pairs_hook=_unique)
+        fields = json.loads(text.decode(), object_pairs_hook=_unique)
         fields = msgspec.convert(fields, dict[str, Any])
-        metadata = msgspec.convert(fields.pop("__metadata__"), dict[str, str])
+        metadata = msgspec.convert(fields.pop("__metadata__", {}), dict[str, str])
         if len(fields) > MAX_TENSORS:
             raise _not_an_image(name, f"{len(fields)} tensors; at most {MAX_TENSORS}")
         entries = msgspec.convert(fields, dict[str, _Entry])
@@ -219,6 +226,7 @@ def hash_image(view: memoryview, *, name: str) -> HashedImage:
     identity = identity_of(header, name=name)
     whole = Hasher()
     whole.update(view[: header.bytes])
+    head_digest = whole.hexdigest()
     digests = []
     for extent in header.extents:
         own = Hasher()
@@ -232,6 +240,7 @@ def hash_image(view: memoryview, *, name: str) -> HashedImage:
         identity=identity,
         bytes=len(view),
         digest=whole.hexdigest(),
+        head_digest=head_digest,
         tensor_digests=tuple(digests),
     )
 
@@ -265,6 +274,9 @@ def index_of(image: HashedImage, *, key: Key) -> Index:
         step=identity.step,
         rank=identity.rank,
         world=identity.world,
+        bytes=image.bytes,
+        digest=image.digest,
+        head=Head(file=0, begin=0, end=image.header.bytes, digest=image.head_digest),
         files=(File(key=key, bytes=image.bytes, digest=image.digest),),
         tensors=tensors,
     )

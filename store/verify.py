@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from toprope.store.checkpoint import Damage, damage_of, read_index, read_manifest, scan_shard
+from toprope.store.checkpoint import Damage, damage_of, read_index, read_manifest, scan_object, scan_shard
 from toprope.store.errors import CorruptObjectError, MissingObjectError, NothingToVerifyError
 from toprope.store.fold import JobState
-from toprope.store.manifest import sha256
+from toprope.store.manifest import Index, sha256
 from toprope.store.names import facts_key
 from toprope.store.objects.protocol import ObjectStore
 
@@ -79,7 +79,17 @@ def _damages(store: ObjectStore, state: JobState, seq: int) -> Iterator[Damage]:
         except (CorruptObjectError, MissingObjectError) as error:
             yield damage_of(error, state, seq=seq, rank=shard.rank)
         else:
-            yield from scan_shard(store, index, job=state.job)
+            yield from _shard_damages(store, index, job=state.job)
+
+
+def _shard_damages(store: ObjectStore, index: Index, *, job: str) -> Iterator[Damage]:
+    """Read the image, and then each file that is not just the image for what the image does not take in."""
+    found = tuple(scan_shard(store, index, job=job))
+    yield from found
+    for file in index.files:
+        is_image = (file.packed, file.bytes, file.digest) == (None, index.bytes, index.digest)
+        if not is_image and all(damage.key != file.key for damage in found):
+            yield from scan_object(store, index, file, job=job)
 
 
 def verify_facts(store: ObjectStore, state: JobState) -> tuple[Damage, ...]:

@@ -55,7 +55,7 @@ def _unfenced(_before: Any) -> Any:  # noqa: ANN401 - stands in for any function
 
 
 def _ready_whatever(_before: Any) -> Any:  # noqa: ANN401 - stands in for any function
-    def make_ready(state: JobState, intent: CommitStep, *, manifest_sha256: str) -> Ready:
+    def make_ready(state: JobState, intent: CommitStep, *, manifest_sha256: str, bases: object) -> Ready:  # noqa: ARG001
         return Ready(
             attempt=intent.attempt,
             attempt_uid=intent.attempt_uid,

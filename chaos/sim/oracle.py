@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from toprope.chaos.sim.store import SimStore
+from toprope.chaos.sim.store import SimStore, image_in
 from toprope.chaos.sim.trace import Trace
 from toprope.coordinator.wire import Desired
 from toprope.store.digest import digest
@@ -170,7 +170,7 @@ class Oracle:
             index = decode_manifest(
                 objects[Key(shard.index_key)], Index, key=shard.index_key, expected_sha256=shard.index_sha256
             )
-            body = objects.get(Key(index.files[0].key), b"")
+            body = image_in(objects, index)
             if _said(body) not in {None, (record.attempt_uid, record.step, shard.rank)}:
                 return "I2", f"the shard of rank {shard.rank} is that of another snapshot"
             if digest(body) != self.golden.get((record.attempt_uid, record.step, shard.rank)):

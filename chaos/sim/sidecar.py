@@ -1,4 +1,4 @@
-"""Sidecars: the real core, ``Documents``, ``LocalTier``, ``store_object`` and ``read_back``; a simulated performer.
+"""Sidecars: the real core, ``Documents``, ``LocalTier``, ``ObjectTier`` and ``read_back``; a simulated performer.
 
 The real performer is tied to a Unix socket, an HTTP server, threads and mapped files. This one does the same effects
 in the same order against the simulated node: copying and hashing take two halves, with time between them. What only
@@ -32,12 +32,14 @@ from toprope.sidecar.documents import Documents
 from toprope.sidecar.effects import Effect
 from toprope.sidecar.events import Event
 from toprope.sidecar.local_tier import LocalError, LocalTier
-from toprope.sidecar.object_tier import DamagedError, read_back, store_object
+from toprope.sidecar.object_tier import DamagedError, ObjectTier, read_back
 from toprope.sidecar.ports import CoordinatorError
 from toprope.sidecar.shouts import Shouts
 from toprope.sidecar.values import Identity, Shard, Way, shard_of_page
+from toprope.store.checkpoint import read_index_at
 from toprope.store.digest import digest
 from toprope.store.errors import CkptError, CorruptObjectError, UnavailableError
+from toprope.store.files import fill_from_image
 from toprope.store.names import Key
 from toprope.store.shard import identity_of, parse_header
 from toprope.trainer_hooks import wire
@@ -106,6 +108,7 @@ class SimSidecar:
         )
         self._memory = node.memory
         self._local = LocalTier(node.disk.root, node.disk)
+        self._objects = ObjectTier(world.store, world.job, codec="none")
         self._connections: dict[int, Connection] = {}
         self._shouts = _Shouts(world, node.name)
         self._link = _Link(self._broker)
@@ -340,13 +343,7 @@ class SimSidecar:
         await self._pause(0.2)
         try:
             receipt = await self._bulk(
-                lambda: store_object(
-                    self.world.store,
-                    self.world.job,
-                    shard,
-                    self._image(shard.rank, effect.slot, shard.bytes),
-                    nonce=nonce,
-                )
+                lambda: self._objects.put(shard, self._image(shard.rank, effect.slot, shard.bytes), nonce=nonce)
             )
         except (CkptError, DamagedError) as error:
             damaged = isinstance(error, DamagedError | CorruptObjectError)
@@ -550,11 +547,11 @@ class SimSidecar:
             )
             await self._receive(way.url, wanted, file, tier=way.tier)
         else:
-            half = shard.bytes // 2
-            for begin, end in ((0, half), (half, shard.bytes)):
-                file.data[begin:end] = await self._bulk(
-                    partial(self.world.store.read, Key(way.key), start=begin, length=end - begin)
-                )
+            index = await self._bulk(partial(read_index_at, self.world.store, Key(way.key)))
+            if index.bytes != shard.bytes:
+                raise _WrongError("it is not as long as it should be")
+            with memoryview(file.data) as view:
+                await self._bulk(partial(fill_from_image, self.world.store, index, view))
         if not _is_right(digest(bytes(file.data)), shard.digest):
             raise _WrongError("it is not what it should be")
         return stage_path(effect.attempt_uid, shard.rank)

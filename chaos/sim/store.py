@@ -1,11 +1,11 @@
 """The object store: a linearizable map whose requests and replies get lost, or land long after the client gave up.
 
-It is an ``ObjectStore``: the real ``ThreadedStore``, ``store_object`` and ``read_back`` stand on it unchanged.
+It is an ``ObjectStore``: the real ``ThreadedStore``, ``ObjectTier`` and ``read_back`` stand on it unchanged.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Literal, TypeAlias
 
 from toprope.chaos.sim.loop import PROCESS, SimLoop
@@ -17,6 +17,7 @@ from toprope.store.errors import (
     ThrottledError,
     UnavailableError,
 )
+from toprope.store.manifest import Head, Index, Tensor
 from toprope.store.names import Key
 
 Fault: TypeAlias = Literal["request lost", "reply lost", "late", "503", "corrupt"]
@@ -106,6 +107,12 @@ class SimStore:
     def list(self, prefix: str) -> Iterator[Key]:
         """Yield the keys that begin with ``prefix``."""
         yield from sorted(key for key in self.objects if key.startswith(prefix))
+
+
+def image_in(objects: Mapping[Key, bytes], index: Index) -> bytes:
+    """Return the image of a rank as it lies in parts in the objects, which are not packed here."""
+    parts: tuple[Head | Tensor, ...] = (index.head, *index.tensors)
+    return b"".join(objects.get(Key(index.files[part.file].key), b"")[part.begin : part.end] for part in parts)
 
 
 def _who() -> str:

@@ -40,8 +40,14 @@ class _NextRoundError(Exception):
 
 
 def image_of(attempt: wire.Attempt, *, step: int, rank: int, world: int) -> bytes:
-    """Return the state of a rank after a step: other bytes for each attempt, so that a mixture shows."""
+    """Return the state of a rank after a step: other bytes for each attempt, so that a mixture shows.
+
+    Besides what each step changes there is what changes seldom, and what never does.
+    """
     payload = hashlib.sha256(f"{attempt.uid} {step} {rank}".encode()).digest() * 4
+    seldom = hashlib.sha256(f"{attempt.uid} {step // 16} {rank}".encode()).digest() * 4
+    frozen = hashlib.sha256(f"{rank}".encode()).digest() * 4
+    ends = [len(frozen), len(frozen + seldom), len(frozen + seldom + payload)]
     header: dict[str, object] = {
         "__metadata__": {
             "format": "1",
@@ -53,11 +59,13 @@ def image_of(attempt: wire.Attempt, *, step: int, rank: int, world: int) -> byte
             "world": str(world),
             "document": "__document__",
         },
-        "__document__": {"dtype": "U8", "shape": [len(payload)], "data_offsets": [0, len(payload)]},
+        "frozen": {"dtype": "F32", "shape": [len(frozen) // 4], "data_offsets": [0, ends[0]]},
+        "seldom": {"dtype": "F32", "shape": [len(seldom) // 4], "data_offsets": ends[:2]},
+        "__document__": {"dtype": "U8", "shape": [len(payload)], "data_offsets": ends[1:]},
     }
     text = json.dumps(header, separators=(",", ":")).encode()
     text = text.ljust(-(-len(text) // 256) * 256)
-    return struct.pack("<Q", len(text)) + text + payload
+    return struct.pack("<Q", len(text)) + text + frozen + seldom + payload
 
 
 class Pipe:
@@ -311,9 +319,10 @@ class Rank:
     async def _enter(self, attempt: wire.Attempt) -> None:
         self._said.open, self._said.verdict = None, None
         self.restoring = True
-        self._said.join = wire.Join(attempt_uid=attempt.uid)
+        wants = tuple(wire.Want(rank=rank, tensors=(wire.ALL,)) for rank in range(attempt.source_world))
+        self._said.join = wire.Join(attempt_uid=attempt.uid, ask=1, wants=wants)
         self._send(self._said.join)
-        staged = await self._wait_for(wire.Staged, uid=attempt.uid, phase="", timeout_s=_PHASE_S)
+        staged = await self._wait_for(wire.Staged, uid=attempt.uid, phase="1", timeout_s=_PHASE_S)
         if not isinstance(staged, wire.Staged):
             raise _end(staged)
         await self._agree(attempt, "staged")

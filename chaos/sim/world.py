@@ -17,11 +17,12 @@ from toprope.chaos.sim.net import Net, NetError
 from toprope.chaos.sim.options import Options
 from toprope.chaos.sim.oracle import Oracle
 from toprope.chaos.sim.sidecar import SimSidecar
-from toprope.chaos.sim.store import SimStore
+from toprope.chaos.sim.store import SimStore, image_in
 from toprope.chaos.sim.trace import Trace
 from toprope.chaos.sim.trainer import Launch
 from toprope.coordinator.wire import Copy
 from toprope.store.digest import digest
+from toprope.store.manifest import Index, decode
 from toprope.store.names import Key
 
 T = TypeVar("T")
@@ -80,8 +81,14 @@ class Node:
         """Return what lies where an inventory says that a copy is, and whether it was spoiled on purpose."""
         match copy.tier:
             case "object":
-                key = Key(copy.key)
-                return self._world.store.objects.get(key), key in self._world.store.corrupt
+                objects = self._world.store.objects
+                key = Key(copy.index_key)
+                if key not in objects:
+                    return None, False
+                if key in self._world.store.corrupt:
+                    return None, True
+                index = decode(objects[key], Index, key=key, expected_sha256=copy.index_sha256)
+                return image_in(objects, index), any(file.key in self._world.store.corrupt for file in index.files)
             case "local":
                 return self.local_bytes(copy.key), PurePosixPath(copy.key).name in self.disk.flipped
             case "memory" | "peer":

@@ -9,7 +9,7 @@ from toprope.store.checkpoint import read_capped, read_index, read_manifest
 from toprope.store.digest import digest_of_object
 from toprope.store.errors import AlreadyExistsError, CorruptObjectError
 from toprope.store.fold import JobState
-from toprope.store.manifest import MAX_INDEX_BYTES, File
+from toprope.store.manifest import MAX_INDEX_BYTES, Index, Shard
 from toprope.store.names import Key
 from toprope.store.objects.protocol import ObjectStore
 
@@ -42,20 +42,29 @@ class ThreadedStore:
         """Return an index as the medium has it."""
         return await asyncio.to_thread(read_capped, self._store, key, limit=MAX_INDEX_BYTES, uncached=True)
 
-    async def files(self, state: JobState, seq: int) -> tuple[File, ...]:
-        """Return the files of a READY checkpoint by rank, each there and as long as it should be."""
-        return await asyncio.to_thread(_files, self._store, state, seq)
+    async def shards(self, state: JobState, seq: int) -> tuple[Shard, ...]:
+        """Return the shards of a READY checkpoint by rank, each file of them there and as long as it should be."""
+        return await asyncio.to_thread(_shards, self._store, state, seq)
+
+    async def indexes(self, state: JobState, seq: int) -> tuple[Index, ...]:
+        """Return the indexes of a READY checkpoint by rank."""
+        return await asyncio.to_thread(_indexes, self._store, state, seq)
 
     async def digest_uncached(self, key: Key) -> str:
         """Return the digest of an object as the medium has it."""
         return await asyncio.to_thread(digest_of_object, self._store, key, uncached=True)
 
 
-def _files(store: ObjectStore, state: JobState, seq: int) -> tuple[File, ...]:
+def _shards(store: ObjectStore, state: JobState, seq: int) -> tuple[Shard, ...]:
     manifest, _ = read_manifest(store, state, seq)
-    files = tuple(read_index(store, manifest, shard).files[0] for shard in manifest.shards)
-    for file in files:
+    files = {file.key: file for shard in manifest.shards for file in read_index(store, manifest, shard).files}
+    for file in files.values():
         size = store.size(Key(file.key))
-        if size != file.bytes:
-            raise CorruptObjectError(f"{file.key}: {size} bytes, expected {file.bytes}")
-    return files
+        if size != file.stored_bytes:
+            raise CorruptObjectError(f"{file.key}: {size} bytes, expected {file.stored_bytes}")
+    return manifest.shards
+
+
+def _indexes(store: ObjectStore, state: JobState, seq: int) -> tuple[Index, ...]:
+    manifest, _ = read_manifest(store, state, seq)
+    return tuple(read_index(store, manifest, shard) for shard in manifest.shards)

@@ -6,25 +6,34 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 import pytest
 from tests.support.fake_store import FakeStore
 from tests.support.reigns import JOB, SPEC, FakeNode, copy_of
+from tests.support.stores import JobBuilder, adapter_image
 
 from toprope.coordinator.adapters.objects import ThreadedStore
 from toprope.coordinator.config import Config
+from toprope.coordinator.intents import CommitStep, make_ready
 from toprope.coordinator.log import Log
 from toprope.coordinator.performer import Coordinator
 from toprope.coordinator.ports import Ports
+from toprope.coordinator.readiness import Receipt
 from toprope.coordinator.settings import Address
 from toprope.coordinator.wire import AttemptView, Cadence, Copy, Desired, Inventory, Member, OpenAnswer, OpenRequest
+from toprope.sidecar.object_tier import ObjectTier
+from toprope.sidecar.values import Shard
 from toprope.store import manifest
+from toprope.store.checkpoint import read_index_at
 from toprope.store.digest import digest
 from toprope.store.errors import FencedError
 from toprope.store.log import read_log
-from toprope.store.manifest import MAX_INDEX_BYTES, File, Index, Manifest
+from toprope.store.manifest import MAX_INDEX_BYTES, File, Head, Index, Manifest
 from toprope.store.names import Key, index_key, manifest_key, shard_key
+from toprope.store.records import Retire
+from toprope.store.verify import verify_checkpoint
 
 PATIENCE_S = 20.0
 
@@ -70,7 +79,7 @@ class Live:
 
     def upload(self, view: AttemptView, step: int, *, change: Callable[[Index], Index] = lambda index: index) -> Copy:
         """Write a shard and its index as a sidecar would, and let the node list it."""
-        name = {"attempt": view.number, "step": step, "rank": 0, "world": 1}
+        name: dict[str, Any] = {"attempt": view.number, "step": step, "rank": 0, "world": 1}
         body = f"shard of step {step}".encode()
         key = shard_key(JOB, **name, nonce="0a")
         index = change(
@@ -81,6 +90,9 @@ class Live:
                 step=step,
                 rank=0,
                 world=1,
+                bytes=len(body),
+                digest=digest(body),
+                head=Head(file=0, begin=0, end=len(body), digest=""),
                 files=(File(key=key, bytes=len(body), digest=digest(body)),),
                 tensors=(),
             )
@@ -94,7 +106,18 @@ class Live:
             bytes=len(body),
             index_key=named,
             index_sha256=manifest.sha256(encoded),
+            stored_bytes=len(body),
         )
+        self.node.copies.append(copy)
+        return copy
+
+    def upload_image(self, view: AttemptView, step: int) -> Copy:
+        """Store an image as a real sidecar does, most of which is the same at each step, and let the node list it."""
+        uid, number = view.uid, view.number
+        image = adapter_image(step=step, rank=0, world=1, number=number, job_uid=self.node.job_uid, attempt_uid=uid)
+        size, found = len(image), digest(image)
+        shard = Shard(attempt=number, attempt_uid=uid, step=step, rank=0, world=1, bytes=size, digest=found)
+        copy = ObjectTier(self.store, JOB, codec="none").put(shard, memoryview(image), nonce=f"{step:02x}")
         self.node.copies.append(copy)
         return copy
 
@@ -183,6 +206,66 @@ async def test_an_index_that_says_something_else_than_its_receipt_makes_nothing_
         live.say()
         await live.failed_commits(1)
     assert not read_log(live.store, JOB).readies
+
+
+async def test_a_step_that_points_into_an_older_ready_is_ready_when_only_what_is_new_was_read_back() -> None:
+    async with reigning() as live:
+        view = await opened(live)
+        old = live.upload_image(view, 3)
+        live.say()
+        await live.until(lambda desired: desired.ready_step == 3)
+        new = live.upload_image(view, 5)
+        live.say()
+        await live.until(lambda desired: desired.ready_step == 5)
+    state = read_log(live.store, JOB)
+    index = read_index_at(live.store, Key(new.index_key))
+    assert [file.key for file in index.files] == [new.key, old.key]
+    assert index.base == min(state.live)
+    assert [verify_checkpoint(live.store, state, seq).damages for seq in state.live] == [(), ()]
+
+
+@pytest.mark.parametrize("lie", ["bytes", "base", "unknown", "own"])
+async def test_a_step_that_points_to_what_its_base_does_not_have_never_becomes_ready(lie: str) -> None:
+    async with reigning() as live:
+        view = await opened(live)
+        live.upload_image(view, 3)
+        live.say()
+        await live.until(lambda desired: desired.ready_step == 3)
+        copy = live.upload_image(view, 5)
+        index = read_index_at(live.store, Key(copy.index_key))
+        tensor = next(one for one in index.tensors if one.file == 1)
+        others = tuple(one for one in index.tensors if one is not tensor)
+        changes: dict[str, dict[str, object]] = {
+            "bytes": {"tensors": (*others, msgspec.structs.replace(tensor, digest="0" * 32))},
+            "base": {"base": None},
+            "unknown": {"base": 1},
+            "own": {"files": (index.files[0], msgspec.structs.replace(index.files[1], key=f"{index.files[0].key}"))},
+        }
+        body = manifest.encode(msgspec.structs.replace(index, **changes[lie]))
+        named = index_key(JOB, attempt=1, step=5, rank=0, world=1, sha256=manifest.sha256(body))
+        live.store.objects[named] = body
+        live.node.copies[-1] = msgspec.structs.replace(copy, index_key=named, index_sha256=manifest.sha256(body))
+        live.say()
+        await live.failed_commits(1)
+        live.upload_image(view, 7)
+        live.say()
+        await live.until(lambda desired: desired.ready_step == 7)
+    assert [ready.step for ready in read_log(live.store, JOB).readies.values()] == [3, 7]
+
+
+def test_a_ready_is_made_only_while_what_it_points_into_is_live() -> None:
+    builder = JobBuilder(FakeStore(), world=1).begin()
+    first = builder.checkpoint(10)
+    for step in (20, 30):
+        builder.checkpoint(step)
+    current = builder.log.state.attempt
+    assert current is not None
+    receipt = Receipt(node="a", copy=copy_of(current.uid, 40, 0, "object", world=1))
+    intent = CommitStep(attempt=1, attempt_uid=current.uid, step=40, receipts=(receipt,))
+    assert make_ready(builder.log.state, intent, manifest_sha256="3a" * 32, bases=[first]) is not None
+    builder.log.add(Retire(seqs=(first,)))
+    assert make_ready(builder.log.state, intent, manifest_sha256="3a" * 32, bases=[first]) is None
+    assert make_ready(builder.log.state, intent, manifest_sha256="3a" * 32, bases=[first + 1]) is not None
 
 
 async def test_an_index_of_other_bytes_than_its_name_makes_nothing_ready() -> None:
@@ -306,7 +389,7 @@ async def test_the_next_term_offers_the_newest_ready_that_is_whole() -> None:
         assert answer.attempt is not None
         assert (answer.attempt.source, answer.attempt.from_step) == ("ready", 3)
         (shard,) = answer.attempt.restore
-        assert [(source.tier, source.key) for source in shard.sources] == [("object", copies[0].key)]
+        assert [(source.tier, source.key) for source in shard.sources] == [("object", copies[0].index_key)]
         state = after.coordinator.core.log_view.state if after.coordinator.core is not None else None
         assert state is not None
         assert state.attempt is not None

@@ -19,7 +19,7 @@ from toprope.sidecar.adapters.files import Disk, Pages
 from toprope.sidecar.budget import Room, measure, needed_bytes, why_too_little
 from toprope.sidecar.local_tier import LocalError, LocalTier
 from toprope.sidecar.memory import DroppedError, Memory, NoRoomError, boot_id, lock_memory, used_bytes
-from toprope.sidecar.object_tier import DamagedError, read_back, store_object
+from toprope.sidecar.object_tier import DamagedError, ObjectTier, read_back
 from toprope.sidecar.ports import SyncError
 from toprope.sidecar.values import Shard
 from toprope.store.errors import UsageError
@@ -376,17 +376,17 @@ def test_an_image_that_is_not_the_one_that_was_hashed_is_not_put_into_the_store(
     store = open_store(str(tmp_path / "store"), write=True)
     body = made_image()
     with pytest.raises(DamagedError):
-        store_object(store, "job", made_shard(body + b"x"), memoryview(body), nonce="ab")
+        ObjectTier(store, "job").put(made_shard(body + b"x"), memoryview(body), nonce="ab")
     assert list(store.list("job/")) == []
-    receipt = store_object(store, "job", made_shard(body), memoryview(body), nonce="ab")
+    receipt = ObjectTier(store, "job").put(made_shard(body), memoryview(body), nonce="ab")
     assert sorted(store.list("job/")) == sorted([receipt.key, receipt.index_key])
 
 
 def test_an_object_is_read_back_with_what_was_found(tmp_path: Path) -> None:
     store = open_store(str(tmp_path / "store"), write=True)
     body = made_image()
-    receipt = store_object(store, "job", made_shard(body), memoryview(body), nonce="ab")
-    task = ReadBackTask(node="a", key=receipt.key, bytes=receipt.bytes, digest=receipt.digest)
+    receipt = ObjectTier(store, "job").put(made_shard(body), memoryview(body), nonce="ab")
+    task = ReadBackTask(node="a", key=receipt.key, bytes=receipt.stored_bytes, digest=receipt.stored_digest)
     assert read_back(store, task).ok
     with (tmp_path / "store" / receipt.key).open("r+b") as file:
         file.seek(2000)

@@ -12,7 +12,7 @@ from tests.support.stores import JobBuilder, small_store
 from toprope.store import checkpoint, digest, shard
 from toprope.store.errors import NothingToVerifyError, UnavailableError
 from toprope.store.log import read_log
-from toprope.store.manifest import Index, Manifest
+from toprope.store.manifest import Index, Manifest, Packed
 from toprope.store.names import Key
 from toprope.store.records import Retire
 from toprope.store.show import named_objects, read_job, xxhsum_lines
@@ -240,18 +240,39 @@ LYING_INDEXES: dict[str, tuple[Callable[[Index], Index], str]] = {
     "another step": (lambda index: msgspec.structs.replace(index, step=11), "expected"),
     "two files": (lambda index: msgspec.structs.replace(index, files=index.files * 2), "it names 2 files"),
     "no file": (lambda index: msgspec.structs.replace(index, files=()), "it names 0 files"),
-    "a tensor of another file": (with_tensor(file=1), "this version reads one"),
+    "a tensor of another file": (with_tensor(file=1), "lies in file 1 of 1"),
     "a file elsewhere": (with_file(key="job/log/00000000000000000000.json"), "not one of that rank and step"),
     "a file outside": (with_file(key="job/shards/../../x.safetensors"), "not one of that rank and step"),
-    "another size": (with_file(bytes=5), "another size or digest"),
-    "another digest": (with_file(digest="0" * 32), "another size or digest"),
+    "a file of another job": (
+        with_file(key="other/shards/a1/s000000010/rank-00000-of-00002-0a.safetensors"),
+        "not one of that",
+    ),
+    "another size": (with_file(bytes=5), "does not lie inside"),
+    "another digest": (with_file(digest="0" * 32), f"expected {'0' * 32}"),
+    "an image of another size": (lambda index: msgspec.structs.replace(index, bytes=5), "another size or digest"),
+    "an image of another digest": (
+        lambda index: msgspec.structs.replace(index, digest="0" * 32),
+        "another size or digest",
+    ),
+    "a header in the midst": (
+        lambda index: msgspec.structs.replace(index, head=msgspec.structs.replace(index.head, end=index.head.end + 8)),
+        "does not lie inside",
+    ),
+    "a header of another file": (
+        lambda index: msgspec.structs.replace(index, head=msgspec.structs.replace(index.head, file=-1)),
+        "lies in file -1 of 1",
+    ),
+    "a file that can't be packed so small": (
+        with_file(packed=Packed(codec="zstd", bytes=0, digest="0" * 32)),
+        "not one of a shard",
+    ),
     "a tensor past the end": (with_tensor(end=10**9), "does not lie inside"),
     "a tensor backwards": (with_tensor(end=8), "does not lie inside"),
     "another name": (with_tensor(name="model.other"), "different tensors"),
     "another shape": (with_tensor(shape=(1, 3)), "different tensors"),
     "a tensor left out": (
         lambda index: msgspec.structs.replace(index, tensors=index.tensors[1:]),
-        "different tensors",
+        "and its image",
     ),
 }
 

@@ -76,7 +76,7 @@ def copy_of(  # noqa: PLR0913 - what a copy consists of
 ) -> Copy:
     """Return a copy as a sidecar lists it, right unless the fields say otherwise."""
     stem = f"job/shards/a{attempt}/s{step}/rank-{rank}"
-    listed = {
+    listed: dict[str, Any] = {
         "key": f"{stem}-0a",
         "nonce": "0a",
         "index_key": f"{stem}.index",

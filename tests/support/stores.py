@@ -10,12 +10,16 @@ from dataclasses import dataclass, field
 
 from tests.support.logs import JOB_UID, LogWriter, attempt, job, ready, uid
 
+from toprope.sidecar.object_tier import ObjectTier
+from toprope.sidecar.packing import Codec
+from toprope.sidecar.values import Shard as Snapshot
+from toprope.store.digest import digest
 from toprope.store.errors import AlreadyExistsError
 from toprope.store.manifest import Index, Manifest, Shard, encode, sha256
 from toprope.store.names import Key, facts_key, index_key, manifest_key, shard_key
 from toprope.store.objects.protocol import ObjectStore
 from toprope.store.records import AttemptFacts, Elected, Held, Member
-from toprope.store.shard import hash_image, index_of
+from toprope.store.shard import hash_image, index_of, parse_header
 
 
 def shard_image(*, step: int, rank: int, world: int = 2, number: int = 1, job_uid: str = JOB_UID) -> bytes:
@@ -42,6 +46,31 @@ def shard_image(*, step: int, rank: int, world: int = 2, number: int = 1, job_ui
     return safetensors_image(tensors, metadata)
 
 
+def adapter_image(  # noqa: PLR0913 - whose state it is
+    *,
+    step: int,
+    rank: int,
+    world: int = 2,
+    number: int = 1,
+    job_uid: str = JOB_UID,
+    attempt_uid: str = "",
+    frozen: int = 4096,
+) -> bytes:
+    """Return a shard image most of which never changes: ``frozen`` floats in two tensors, and an adapter of six."""
+    plain = shard_image(step=step, rank=rank, world=world, number=number, job_uid=job_uid)
+    header = parse_header(plain, size=len(plain), name="plain")
+    tensors = {one.name: (one.dtype, list(one.shape), plain[one.begin : one.end]) for one in header.extents}
+    of_rank = struct.pack(f"<{frozen // 2}f", *(rank + at / 16 for at in range(frozen // 2)))
+    of_all = struct.pack(f"<{frozen // 2}f", *(at % 7 for at in range(frozen // 2)))
+    first = {"optimizer.state.weight.exp_avg": tensors.pop("optimizer.state.weight.exp_avg")}
+    still = {
+        "model.frozen": ("F32", [frozen // 2], of_rank),
+        "model.table": ("F32", [2, frozen // 4], of_all),
+    }
+    metadata = header.metadata | ({"attempt_uid": attempt_uid} if attempt_uid else {})
+    return safetensors_image(first | still | tensors, metadata)
+
+
 def safetensors_image(tensors: dict[str, tuple[str, list[int], bytes]], metadata: dict[str, str] | None) -> bytes:
     """Return a safetensors file of these tensors (dtype, shape, bytes), in this order, padded to 8 bytes."""
     header: dict[str, object] = {} if metadata is None else {"__metadata__": metadata}
@@ -58,18 +87,21 @@ def safetensors_image(tensors: dict[str, tuple[str, list[int], bytes]], metadata
 class JobBuilder:
     """Puts a job into a store: ``begin``, then ``open_attempt`` and ``checkpoint`` as often as wanted.
 
-    ``image`` makes the shard of a rank, given what ``shard_image`` is given.
+    ``image`` makes the shard of a rank, given what ``shard_image`` is given. With ``codec`` sidecars store the shards,
+    so that only what is new is stored.
     """
 
     store: ObjectStore
     name: str = "job"
     world: int = 2
     image: Callable[..., bytes] = shard_image
+    codec: Codec | None = None
     spec: bytes = b'{"model":{"weight":["F32",[2,3]]}}'
     log: LogWriter = field(init=False)
 
     def __post_init__(self) -> None:
         self.log = LogWriter(self.store, self.name)
+        self.tier = ObjectTier(self.store, self.name, codec=self.codec or "none")
 
     def begin(self) -> JobBuilder:
         spec = self._put_facts(self.spec)
@@ -121,17 +153,18 @@ class JobBuilder:
         )
         body = encode(change_manifest(honest))
         total = sum(shard.bytes for shard in shards)
-        digest = sha256(body)
-        self.store.create(manifest_key(self.name, attempt=current.attempt, step=step, sha256=digest), body)
-        return self.log.add(ready(step, number=current.attempt, parent=state.head, manifest=digest, size_bytes=total))
+        named = sha256(body)
+        self.store.create(manifest_key(self.name, attempt=current.attempt, step=step, sha256=named), body)
+        return self.log.add(ready(step, number=current.attempt, parent=state.head, manifest=named, size_bytes=total))
 
     def put_shard(self, *, step: int, rank: int, change: Callable[[Index], Index] = lambda index: index) -> Shard:
         """Write the shard image and the index of a rank, and return its line in the manifest."""
         number = self.log.state.attempt_number
         image = self.image(step=step, rank=rank, world=self.world, number=number, job_uid=self.log.state.job_uid)
-        key = shard_key(
-            self.name, attempt=number, step=step, rank=rank, world=self.world, nonce=f"{self.log.state.n:08x}"
-        )
+        nonce = f"{self.log.state.n:08x}"
+        if self.codec is not None:
+            return self._put_by_sidecar(image, step=step, rank=rank, nonce=nonce)
+        key = shard_key(self.name, attempt=number, step=step, rank=rank, world=self.world, nonce=nonce)
         self.store.create(key, image)
         index = index_of(hash_image(memoryview(image), name=key), key=key)
         body = encode(change(index))
@@ -141,15 +174,36 @@ class JobBuilder:
             rank=rank,
             index_key=named,
             index_sha256=sha256(body),
-            bytes=index.files[0].bytes,
-            digest=index.files[0].digest,
+            bytes=index.bytes,
+            digest=index.digest,
+        )
+
+    def _put_by_sidecar(self, image: bytes, *, step: int, rank: int, nonce: str) -> Shard:
+        current = self.log.state.attempt
+        assert current is not None
+        snapshot = Snapshot(
+            attempt=current.attempt,
+            step=step,
+            attempt_uid=current.uid,
+            rank=rank,
+            world=self.world,
+            bytes=len(image),
+            digest=digest(image),
+        )
+        receipt = self.tier.put(snapshot, memoryview(image), nonce=nonce)
+        return Shard(
+            rank=rank,
+            index_key=receipt.index_key,
+            index_sha256=receipt.index_sha256,
+            bytes=receipt.bytes,
+            digest=receipt.digest,
         )
 
     def _put_facts(self, body: bytes) -> str:
-        digest = sha256(body)
+        named = sha256(body)
         with contextlib.suppress(AlreadyExistsError):
-            self.store.create(Key(facts_key(self.name, digest)), body)
-        return digest
+            self.store.create(Key(facts_key(self.name, named)), body)
+        return named
 
 
 def small_store(store: ObjectStore, *, steps: tuple[int, ...] = (10, 20), name: str = "job") -> JobBuilder:

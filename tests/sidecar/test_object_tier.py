@@ -1,0 +1,229 @@
+"""What goes into the object store: what is new, straight from the slot or packed, and never what has changed since."""
+
+from __future__ import annotations
+
+import tracemalloc
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+from typing import NoReturn
+
+import pytest
+from tests.support.fake_store import FakeStore
+from tests.support.stores import JobBuilder, adapter_image
+
+from toprope.coordinator.wire import Copy
+from toprope.sidecar import object_tier
+from toprope.sidecar.object_tier import DamagedError, ObjectTier
+from toprope.sidecar.packing import Codec, Decision, Packer, Sample, decide, measure, packed_gently
+from toprope.sidecar.values import Shard
+from toprope.store.checkpoint import read_index_at
+from toprope.store.codec import PackedBody
+from toprope.store.digest import digest
+from toprope.store.errors import CkptError, UnavailableError
+from toprope.store.files import fill_from_image, image_chunks
+from toprope.store.incremental import PartFile
+from toprope.store.names import Key
+
+
+def shard_of(image: bytes, *, step: int) -> Shard:
+    return Shard(attempt=1, step=step, attempt_uid="01" * 16, rank=0, world=1, bytes=len(image), digest=digest(image))
+
+
+def put(tier: ObjectTier, builder: JobBuilder, *, step: int) -> tuple[bytes, Copy]:
+    image = adapter_image(step=step, rank=0, world=1, job_uid=builder.log.state.job_uid)
+    return image, tier.put(shard_of(image, step=step), memoryview(image), nonce=f"{step:x}")
+
+
+def begun(store: FakeStore | None = None, *, codec: Codec = "none") -> JobBuilder:
+    builder = JobBuilder(store or FakeStore(), image=adapter_image, codec=codec, world=1).begin()
+    builder.checkpoint(10)
+    return builder
+
+
+@pytest.mark.parametrize("codec", ["none", "zstd"])
+def test_what_was_stored_in_parts_is_put_together_where_it_is_wanted(codec: Codec) -> None:
+    builder = begun(codec=codec)
+    image, receipt = put(ObjectTier(builder.store, "job", codec=codec), builder, step=20)
+    index = read_index_at(builder.store, Key(receipt.index_key))
+    assert (len(index.files), index.base) == (2, 4)
+    assert b"".join(image_chunks(builder.store, index)) == image
+    into = bytearray(len(image))
+    fill_from_image(builder.store, index, memoryview(into))
+    assert bytes(into) == image
+    assert (receipt.bytes, receipt.digest) == (len(image), digest(image))
+    body = builder.store.read(Key(receipt.key))
+    assert (receipt.stored_bytes, receipt.stored_digest) == (len(body), digest(body))
+    assert len(body) < len(image) / 4
+
+
+def test_a_large_image_is_read_by_several_threads_to_the_same_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    builder = begun(codec="zstd")
+    image, receipt = put(ObjectTier(builder.store, "job"), builder, step=20)
+    monkeypatch.setattr("toprope.store.digest.CHUNK_BYTES", 1000)
+    index = read_index_at(builder.store, Key(receipt.index_key))
+    into = bytearray(len(image))
+    fill_from_image(builder.store, index, memoryview(into))
+    assert bytes(into) == image
+
+
+def test_a_whole_image_goes_from_the_slot_without_a_copy() -> None:
+    class Sink(FakeStore):
+        peak = 0
+
+        def create(self, key: Key, body: bytes | memoryview) -> None:
+            if ".safetensors" in key:
+                self.peak = tracemalloc.get_traced_memory()[1]
+                body = memoryview(body)[:0]
+            super().create(key, body)
+
+    image = adapter_image(step=10, rank=0, world=1, frozen=1 << 20)
+    store = Sink()
+    tracemalloc.start()
+    try:
+        ObjectTier(store, "job").put(shard_of(image, step=10), memoryview(image), nonce="0a")
+    finally:
+        tracemalloc.stop()
+    assert 0 < store.peak < len(image) / 4
+
+
+@pytest.mark.parametrize("small_bytes", [0, 1 << 30])
+def test_a_flip_while_the_new_part_is_put_together_is_found(small_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    builder = begun()
+    image = bytearray(adapter_image(step=20, rank=0, world=1))
+    shard = shard_of(bytes(image), step=20)
+    monkeypatch.setattr(object_tier, "SMALL_BYTES", small_bytes)
+    before = dict(builder.store.objects) if isinstance(builder.store, FakeStore) else {}
+    honest = object_tier._put_together
+
+    def flipped(part: PartFile, room: ExitStack) -> memoryview | None:
+        image[-3] ^= 1  # the document, after it was hashed
+        return honest(part, room)
+
+    monkeypatch.setattr(object_tier, "_put_together", flipped)
+    with pytest.raises(DamagedError, match="changed while"):
+        ObjectTier(builder.store, "job").put(shard, memoryview(image), nonce="0a")
+    assert isinstance(builder.store, FakeStore)
+    assert builder.store.objects == before
+
+
+def test_a_flip_while_it_is_packed_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = FakeStore()
+    image = bytearray(adapter_image(step=20, rank=0, world=1))
+    shard = shard_of(bytes(image), step=20)
+    honest = packed_gently
+
+    def flipped(raw: memoryview) -> PackedBody:
+        image[-3] ^= 1
+        return honest(raw)
+
+    monkeypatch.setattr(object_tier, "packed_gently", flipped)
+    with pytest.raises(DamagedError, match="what was packed has digest"):
+        ObjectTier(store, "job", codec="zstd").put(shard, memoryview(image), nonce="0a")
+    assert store.objects == {}
+
+
+def test_without_room_for_the_new_part_it_is_stored_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    builder = begun()
+
+    def full(needed_bytes: int) -> NoReturn:
+        raise CkptError(f"no room for {needed_bytes}")
+
+    monkeypatch.setattr(object_tier, "SMALL_BYTES", 0)
+    monkeypatch.setattr(object_tier, "spool", full)
+    image, receipt = put(ObjectTier(builder.store, "job"), builder, step=20)
+    assert builder.store.read(Key(receipt.key)) == image
+
+
+def test_a_large_new_part_is_spooled_and_gone_afterwards(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    builder = begun()
+    monkeypatch.setattr(object_tier, "SMALL_BYTES", 0)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    image, receipt = put(ObjectTier(builder.store, "job"), builder, step=20)
+    index = read_index_at(builder.store, Key(receipt.index_key))
+    assert b"".join(image_chunks(builder.store, index)) == image
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_fresh_sidecar_points_into_what_the_log_says_is_ready() -> None:
+    builder = begun()
+    tier = ObjectTier(builder.store, "job")
+    for step in (20, 30):
+        _, receipt = put(tier, builder, step=step)
+        assert read_index_at(builder.store, Key(receipt.index_key)).base == 4
+    seq = builder.checkpoint(40)
+    for one in (tier, ObjectTier(builder.store, "job")):
+        image = adapter_image(step=50, rank=0, world=1)
+        receipt = one.put(shard_of(image, step=50), memoryview(image), nonce="5a" if one is tier else "5b")
+        assert read_index_at(builder.store, Key(receipt.index_key)).base == seq
+
+
+def test_a_log_that_is_not_what_it_was_is_read_anew() -> None:
+    store = FakeStore()
+    builder = begun(store)
+    tier = ObjectTier(store, "job")
+    put(tier, builder, step=20)
+    tier._state = replace(tier._state, n=tier._state.n - 1, tail_sha256="77" * 32)
+    _, receipt = put(tier, builder, step=30)
+    assert read_index_at(store, Key(receipt.index_key)).base is None
+    _, receipt = put(tier, builder, step=40)
+    assert read_index_at(store, Key(receipt.index_key)).base == 4
+
+
+def test_a_store_that_does_not_answer_is_asked_again_later() -> None:
+    store = FakeStore()
+    builder = begun(store)
+    tier = ObjectTier(store, "job")
+    store.reads_lost = 1
+    with pytest.raises(UnavailableError):
+        put(tier, builder, step=20)
+
+
+# Whether it is packed
+
+
+MB = 1e6
+
+
+@pytest.mark.parametrize(
+    ("ratio", "codec_mb", "link_mb", "pack", "why"),
+    [
+        (1.3, 500, 100, True, "the link takes 100 MB/s, and packing makes it 1.30 times smaller at 500 MB/s"),
+        (1.3, 500, 2000, False, "the link takes 2000 MB/s, and packing would make it 1.30 times smaller"),
+        (1.02, 5000, 1, False, "it shrinks 1.02 times only"),
+        (1.1, 100, 10, False, "packing would make it 1.10 times smaller at 100 MB/s"),
+        (1.1, 100, 5, True, "packing makes it 1.10 times smaller at 100 MB/s"),
+    ],
+)
+def test_packing_is_on_when_it_takes_less_time_than_it_saves(
+    ratio: float,
+    codec_mb: float,
+    link_mb: float,
+    pack: bool,  # noqa: FBT001 - a column of the table
+    why: str,
+) -> None:
+    found = decide(Sample(ratio=ratio, bytes_per_s=codec_mb * MB), link_bytes_per_s=link_mb * MB)
+    assert found.pack is pack
+    assert why in found.reason
+
+
+def test_a_packer_goes_by_what_its_uploads_have_shown() -> None:
+    raw = memoryview(bytes(range(256)) * 4096)
+    packer = Packer("auto")
+    assert packer.decide(raw) == Decision(pack=False, reason="the link has not been measured yet")
+    packer.uploaded(1000, seconds=100)
+    assert not packer.decide(raw).pack
+    packer.uploaded(8 << 20, seconds=80)
+    assert packer.decide(raw).pack
+    packer.uploaded(8 << 20, seconds=0)
+    assert not packer.decide(raw).pack
+    assert Packer("zstd").decide(raw).pack
+    assert not Packer("none").decide(raw).pack
+
+
+def test_a_sample_is_taken_from_all_of_a_file() -> None:
+    assert measure(memoryview(bytes(32 << 20))).ratio > 1000
+    assert measure(memoryview(b"x")).ratio < 1
+    half = bytes(16 << 20) + Random(5).randbytes(16 << 20)
+    assert 1.5 < measure(memoryview(half)).ratio < 2.5
