@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Annotated
 
 import typer
@@ -10,9 +11,11 @@ from toprope.store.cli_shared import AsJson, JobOption, metered, only_job, print
 from toprope.store.copy import copy as copy_job
 from toprope.store.copy import plan
 from toprope.store.errors import UsageError
+from toprope.store.holds import holding
 from toprope.store.objects.opening import absolute_root, open_store
 from toprope.store.show import read_job
 from toprope.store.sizes import size_text
+from toprope.store.verify import plan as plan_verify
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
@@ -39,12 +42,17 @@ def copy(
     if absolute_root(source) == absolute_root(target):
         raise UsageError(f"{source}: is both source and destination; give another store to copy to")
     read_from = open_store(source)
-    log = read_job(read_from, only_job(read_from, source, job))
+    name = only_job(read_from, source, job)
+    before = read_job(read_from, name).state
     write_to = open_store(target, write=True)
-    objects = plan(read_from, log, step=step)
-    total = sum(ready.bytes for seq, ready in log.state.readies.items() if seq in log.state.live)
-    with metered(read_from, "copying", total_bytes=total) as watched:
-        done = copy_job(watched, write_to, log, objects=objects, step=step)
+    with contextlib.ExitStack() as holds:
+        for seq in plan_verify(before, step=step) if before.live else ():
+            holds.enter_context(holding(read_from, before, seq))
+        log = read_job(read_from, name)  # with the holds there, so that nothing it names is deleted under us
+        objects = plan(read_from, log, step=step)
+        total = sum(ready.bytes for seq, ready in log.state.readies.items() if seq in log.state.live)
+        with metered(read_from, "copying", total_bytes=total) as watched:
+            done = copy_job(watched, write_to, log, objects=objects, step=step)
     if as_json:
         print_json(done)
         return

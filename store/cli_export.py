@@ -11,6 +11,7 @@ from toprope.store.cli_shared import AsJson, JobOption, Root, metered, only_job,
 from toprope.store.errors import UsageError
 from toprope.store.export import Format, Wanted
 from toprope.store.export import export as export_checkpoint
+from toprope.store.holds import holding_choice
 from toprope.store.objects.opening import check_outside, open_store
 from toprope.store.restore import plan
 from toprope.store.show import read_job
@@ -71,11 +72,12 @@ def export(  # noqa: PLR0913 - one for each option
         max_shard_bytes=parsed_size(max_shard_size),
     )
     store = open_store(root)
-    state = read_job(store, only_job(store, root, job)).state
+    found = read_job(store, only_job(store, root, job)).state
     check_outside(directory, root)
-    seq = plan(state, step=step)[0]
-    with metered(store, "exporting", total_bytes=state.readies[seq].bytes) as watched:
-        done = export_checkpoint(watched, state, to=directory, wanted=wanted, step=step, force=force)
+    with holding_choice(store, found, lambda log: plan(log, step=step)[0]) as state:
+        seq = plan(state, step=step)[0]
+        with metered(store, "exporting", total_bytes=state.readies[seq].bytes) as watched:
+            done = export_checkpoint(watched, state, to=directory, wanted=wanted, step=step, force=force)
     if as_json:
         print_json(done)
         return

@@ -58,6 +58,24 @@ def holding(
         hold.drop()
 
 
+@contextlib.contextmanager
+def holding_choice(
+    store: ObjectStore, state: JobState, choose: Callable[[JobState], int], *, say: Callable[[str], None] = _LOG.warning
+) -> Iterator[JobState]:
+    """Hold the READY that ``choose`` returns while the context lasts; gives the log, of which it would choose it still.
+
+    Raises:
+        CkptError: as ``choose`` and ``holding``.
+    """
+    while True:
+        seq = choose(state)
+        with holding(store, state, seq, say=say) as after:
+            if choose(after) == seq:
+                yield after
+                return
+        state = after
+
+
 class _Hold:
     def __init__(self, store: ObjectStore, job: str, seq: int) -> None:
         self._store = store

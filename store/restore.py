@@ -14,6 +14,8 @@ from toprope.store.errors import (
     StoreError,
 )
 from toprope.store.fold import JobState
+from toprope.store.holds import holding
+from toprope.store.log import read_on
 from toprope.store.manifest import Manifest
 from toprope.store.new_directory import check_target, new_directory, put_in_place, synced_file
 from toprope.store.objects.protocol import ObjectStore
@@ -66,24 +68,45 @@ def plan(state: JobState, *, step: int | None = None) -> tuple[int, ...]:
 def restore(store: ObjectStore, state: JobState, *, to: Path, step: int | None = None, force: bool = False) -> Restored:
     """Write the first READY of the plan that verifies into the directory ``to``, which appears whole or not at all.
 
+    Each is held while it is read. One that was retired before is none any more: then the plan is made anew.
+
     Raises:
         UsageError: ``to`` is taken, or its parent is not there.
         NothingToVerifyError: there is no READY to restore.
         StoreError: each is damaged; the message lists what was found.
         CkptError: ``to`` can't be written.
     """
-    seqs = plan(state, step=step)
+    plan(state, step=step)
     check_target(to, force=force, is_ours=_is_ours)
     passed_over: list[PassedOver] = []
-    for seq in seqs:
-        with new_directory(to, needed_bytes=state.readies[seq].bytes) as directory:
-            damages = _write_checkpoint(store, state, seq, directory)
-            if not damages:
-                put_in_place(directory, to)
-                return _restored(state, seq, to, tuple(passed_over))
-        passed_over.append(PassedOver(seq=seq, step=state.readies[seq].step, damages=damages))
+    while (seq := _next(state, step, passed_over)) is not None:
+        with holding(store, state, seq) as state:  # noqa: PLR1704 - as the log is by then
+            if seq in state.retired:
+                continue
+            with new_directory(to, needed_bytes=state.readies[seq].bytes) as directory:
+                damages = _write_checkpoint(store, state, seq, directory)
+                if not damages:
+                    put_in_place(directory, to)
+                    return _restored(state, seq, to, tuple(passed_over))
+            passed_over.append(PassedOver(seq=seq, step=state.readies[seq].step, damages=damages))
+        state = read_on(store, state)  # without a hold it may have been retired while it was read
     found = "".join(f"\n  {damage}" for one in passed_over for damage in one.damages)
     raise StoreError(f"job {state.job}: no READY checkpoint could be restored; nothing was written{found}")
+
+
+def _next(state: JobState, step: int | None, passed_over: list[PassedOver]) -> int | None:
+    """Return the first READY of the plan that was not passed over, or None if all were.
+
+    Raises:
+        NothingToVerifyError: there is no READY to restore, and none was passed over.
+    """
+    tried = {one.seq for one in passed_over}
+    try:
+        return next((seq for seq in plan(state, step=step) if seq not in tried), None)
+    except NothingToVerifyError:
+        if tried:
+            return None
+        raise
 
 
 def _restored(state: JobState, seq: int, to: Path, passed_over: tuple[PassedOver, ...]) -> Restored:

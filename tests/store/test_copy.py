@@ -209,7 +209,7 @@ from toprope.__main__ import main
 left, create = int(sys.argv[3]), DirectoryStore.create
 def count(self, key, body):
     global left
-    left -= 1
+    left -= "/holds/" not in key
     if left == 0:
         os.kill(os.getpid(), 9)
     create(self, key, body)
@@ -224,7 +224,7 @@ sys.exit(main(["copy", sys.argv[1], sys.argv[2]]))
     assert main(["copy", str(source), str(target)]) == 0
     assert main(["verify", str(target)]) == 0
     assert {path.name for path in target.rglob("*") if path.is_file()} == {
-        path.name for path in source.rglob("*") if path.is_file()
+        path.name for path in source.rglob("*") if path.is_file() and path.parent.name != "holds"
     }
 
 

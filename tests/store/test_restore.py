@@ -14,8 +14,10 @@ from tests.support.fake_store import FakeStore
 from tests.support.stores import JobBuilder, shard_image, small_store
 
 from toprope.store.errors import CkptError, NothingToVerifyError, StoreError, UnavailableError, UsageError
+from toprope.store.gc import execute, survey
 from toprope.store.log import read_log
-from toprope.store.records import Taint
+from toprope.store.names import Key
+from toprope.store.records import Retire, Taint
 from toprope.store.restore import plan, restore
 
 
@@ -219,10 +221,61 @@ def test_a_directory_that_cannot_be_written_is_one_clear_error(tmp_path: Path, m
 
 
 def test_a_store_that_stops_answering_leaves_nothing_behind(tmp_path: Path) -> None:
-    store = FakeStore()
+    class Silent(FakeStore):
+        def read(self, key: Key, *, start: int = 0, length: int | None = None, uncached: bool = False) -> bytes:
+            if "rank-00001" in key:
+                raise UnavailableError(f"{key}: no answer")
+            return super().read(key, start=start, length=length, uncached=uncached)
+
+    store = Silent()
     small_store(store, steps=(10,))
     state = read_log(store, "job")
-    store.reads_lost = 1
     with pytest.raises(UnavailableError):
         restore(store, state, to=tmp_path / "out")
     assert names_in(tmp_path) == []
+
+
+class WithoutHolds(FakeStore):
+    """Readers may not write here."""
+
+    def create(self, key: Key, body: bytes | memoryview) -> None:
+        if "/holds/" in key:
+            raise UnavailableError(f"{key}: access denied")
+        super().create(key, body)
+
+
+@pytest.mark.fault("B76")
+@pytest.mark.parametrize("kind", [FakeStore, WithoutHolds])
+def test_a_restore_whose_step_is_retired_meanwhile_finishes_or_begins_anew(
+    tmp_path: Path, kind: type[FakeStore], caplog: pytest.LogCaptureFixture
+) -> None:
+    """With a hold it finishes; without one it fails whole and takes the newest that is there by then."""
+    store = kind()
+    job = small_store(store, steps=(10,))
+    state, read, moved = read_log(store, "job"), store.read, [False]
+
+    def read_slowly(key: Key, *, start: int = 0, length: int | None = None, uncached: bool = False) -> bytes:
+        body = read(key, start=start, length=length, uncached=uncached)
+        if "rank-00000" in key and key.endswith(".safetensors") and not moved[0]:
+            moved[0] = True
+            for step in (20, 30, 40):
+                job.checkpoint(step)
+            job.log.add(Retire(seqs=(4,)))
+            execute(store, survey(store, job.log.state))
+        return body
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(store, "read", read_slowly)
+        done = restore(store, state, to=tmp_path / "out")
+    if kind is FakeStore:
+        assert (done.step, done.passed_over) == (10, ())
+        for rank in (0, 1):
+            path = tmp_path / "out" / f"rank-0000{rank}-of-00002.safetensors"
+            assert path.read_bytes() == shard_image(step=10, rank=rank)
+    else:
+        assert (done.step, [one.step for one in done.passed_over]) == (40, [10])
+        assert "reading without a hold on READY 4" in caplog.text
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert not [key for key in store.objects if "/holds/" in key]
+    execute(store, survey(store, job.log.state))
+    assert not [key for key in store.objects if "s000000010" in key]
