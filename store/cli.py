@@ -1,12 +1,10 @@
-"""``ckpt ls``, ``show``, ``verify`` and ``restore``: from arguments to a store, and from values to text or JSON.
+"""``ckpt ls``, ``show`` and ``restore``: from arguments to a store, and from values to text or JSON.
 
 They need nothing but the store. Data goes to stdout, all else to stderr.
 """
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,7 +12,7 @@ import msgspec
 import typer
 from rich.table import Table
 
-from toprope.store.checkpoint import Damage, read_index, read_manifest
+from toprope.store.checkpoint import read_index, read_manifest
 from toprope.store.cli_log import print_records
 from toprope.store.cli_shared import (
     AsJson,
@@ -28,11 +26,12 @@ from toprope.store.cli_shared import (
     say,
     table,
 )
-from toprope.store.errors import NothingToVerifyError, UsageError
+from toprope.store.errors import UsageError
 from toprope.store.fold import JobState
 from toprope.store.manifest import Index, Manifest
 from toprope.store.objects.opening import check_outside, open_store
 from toprope.store.objects.protocol import ObjectStore
+from toprope.store.partial import PartlyRestored, restore_part
 from toprope.store.restore import Restored
 from toprope.store.restore import plan as plan_restore
 from toprope.store.restore import restore as restore_checkpoint
@@ -46,7 +45,7 @@ from toprope.store.show import (
     xxhsum_lines,
 )
 from toprope.store.sizes import size_text
-from toprope.store.verify import CheckpointReport, plan, verify_checkpoint, verify_facts
+from toprope.store.verify import plan
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
@@ -109,81 +108,60 @@ def show(
 
 
 @app.command()
-def verify(root: Root, job: JobOption = None, step: StepOption = None, *, as_json: AsJson = False) -> int:
-    """Read everything back and check every digest. Changes nothing.
-
-    Exit status: 0 all is as it was written; 2 something is damaged; 3 there is nothing to verify; 4 the store can't
-    be reached.
-    """
-    store = open_store(root)
-    names = job_names(store)
-    if not names:
-        raise NothingToVerifyError(f"{root}: no jobs, so nothing to verify")
-    states = [read_job(store, name).state for name in ([job] if job else names)]
-    planned = {state.job: _planned(state, step, alone=len(states) == 1) for state in states}
-    if not any(planned.values()):
-        what = "no READY checkpoint" if step is None else f"no READY checkpoint of step {step}"
-        raise NothingToVerifyError(f"{root}: {what} in any of {len(states)} jobs, so nothing to verify")
-    damages: list[Damage] = []
-    reports: list[CheckpointReport] = []
-    for state in states:
-        facts = verify_facts(store, state)
-        damages += facts
-        if facts and not as_json:
-            print(f"{'DAMAGED':<8} job {state.job}, facts")
-            _print_damages(facts)
-        for seq in planned[state.job]:
-            reports.append(verify_checkpoint(store, state, seq))
-            damages += reports[-1].damages
-            if not as_json:
-                _print_report(reports[-1])
-    if as_json:
-        print_json({"ok": not damages, "checkpoints": reports, "damages": damages})
-    else:
-        say(_verdict(reports, damages))
-    return 2 if damages else 0
-
-
-@app.command()
-def restore(
+def restore(  # noqa: PLR0913 - one for each option
     root: Root,
     to: Annotated[Path, typer.Option("--to", help="The directory to make.", show_default=False)],
     job: JobOption = None,
     step: StepOption = None,
     *,
+    only: Annotated[
+        list[str] | None, typer.Option("--only", help="Only tensors of such names, as 'model.*'; may be repeated.")
+    ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace what an earlier restore wrote there.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Write a checkpoint's shards and its manifest into a new directory, every byte verified.
 
-    Without --step it is the newest READY checkpoint that verifies; what is passed over, and why, is said.
+    Without --step it is the newest READY checkpoint that verifies; what is passed over, and why, is said. With --only
+    it is a part: files of those tensors and PARTIAL.json instead of a manifest; nothing is passed over then.
     """
     store = open_store(root)
     state = read_job(store, only_job(store, root, job)).state
     check_outside(to, root)
     seq = plan_restore(state, step=step)[0]
     with metered(store, "restoring", total_bytes=state.readies[seq].bytes) as watched:
-        done = restore_checkpoint(watched, state, to=to, step=step, force=force)
+        if only:
+            part = restore_part(watched, state, to=to, only=only, step=step, force=force)
+        else:
+            done = restore_checkpoint(watched, state, to=to, step=step, force=force)
+    if only:
+        _print_part(part, as_json=as_json)
+    else:
+        _print_restored(done, as_json=as_json)
+
+
+def _print_part(done: PartlyRestored, *, as_json: bool) -> None:
+    if as_json:
+        print_json(done)
+        return
+    what = f"{done.tensors} of {done.of} tensors, {size_text(done.bytes)}"
+    print(f"restored a part of step {done.step} of job {done.job} (READY {done.seq}) into {done.directory}: {what}")
+    for name in done.files:
+        print(f"  {name}")
+
+
+def _print_restored(done: Restored, *, as_json: bool) -> None:
     for passed in done.passed_over:
         say(f"passed over step {passed.step} (READY {passed.seq}):")
-        _print_damages(passed.damages, to_stderr=True)
+        for damage in passed.damages:
+            say(f"  {damage}")
     if as_json:
         print_json(_restored_json(done))
-    else:
-        what = f"step {done.step} of job {done.job} (READY {done.seq}, {size_text(done.bytes)})"
-        print(f"restored {what} into {done.directory}")
-        for name in done.files:
-            print(f"  {name}")
-
-
-def _planned(state: JobState, step: int | None, *, alone: bool) -> tuple[int, ...]:
-    """Return what to verify; that one job of several has nothing is no error."""
-    try:
-        return plan(state, step=step)
-    except NothingToVerifyError:
-        if alone:
-            raise
-        return ()
+        return
+    what = f"step {done.step} of job {done.job} (READY {done.seq}, {size_text(done.bytes)})"
+    print(f"restored {what} into {done.directory}")
+    for name in done.files:
+        print(f"  {name}")
 
 
 def _show_job(log: JobLog) -> None:
@@ -243,30 +221,6 @@ def _checkpoint_cells(line: CheckpointLine) -> tuple[str, ...]:
         size_text(line.bytes),
         ", ".join(line.notes),
     )
-
-
-def _print_report(report: CheckpointReport) -> None:
-    verdict = "DAMAGED" if report.damages else "ok"
-    print(
-        f"{verdict:<8} job {report.job}, step {report.step}: {report.world} ranks, {size_text(report.bytes)} "
-        f"(READY {report.seq}, attempt {report.attempt})"
-    )
-    _print_damages(report.damages)
-    sys.stdout.flush()
-
-
-def _print_damages(damages: Iterable[Damage], *, to_stderr: bool = False) -> None:
-    for damage in damages:
-        print(f"  {damage}", file=sys.stderr if to_stderr else sys.stdout)
-
-
-def _verdict(reports: list[CheckpointReport], damages: list[Damage]) -> str:
-    total = sum(report.bytes for report in reports)
-    read = f"{len(reports)} checkpoint{'s' * (len(reports) != 1)}, {size_text(total)} read"
-    if not damages:
-        return f"all good: {read}"
-    bad = sum(bool(report.damages) for report in reports)
-    return f"DAMAGED: {len(damages)} finding{'s' * (len(damages) != 1)}, {bad} of {read}"
 
 
 def _job_json(state: JobState) -> dict[str, Any]:

@@ -31,7 +31,7 @@ GROUPS: dict[str, dict[str, Program]] = {
     "Look at a store and get checkpoints out of it (no service needed)": {
         "ls": Program(module="toprope.store.cli", purpose="list jobs and their READY checkpoints"),
         "show": Program(module="toprope.store.cli", purpose="show a job: its log, a manifest, the tensors, the files"),
-        "verify": Program(module="toprope.store.cli", purpose="read everything back and check every digest"),
+        "verify": Program(module="toprope.store.cli_verify", purpose="read everything back and check every digest"),
         "restore": Program(module="toprope.store.cli", purpose="write a checkpoint's shards into a new directory"),
         "export": Program(
             module="toprope.store.cli_export", purpose="write whole tensors as safetensors, DCP or torch.save"
