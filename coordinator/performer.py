@@ -9,6 +9,7 @@ import os
 import secrets
 import socket
 from collections.abc import Callable
+from functools import partial
 from typing import assert_never
 
 import msgspec
@@ -18,7 +19,18 @@ from toprope.coordinator import spec
 from toprope.coordinator.adapters.mqtt import Document, Mqtt
 from toprope.coordinator.config import Config
 from toprope.coordinator.core import Core, Settings
-from toprope.coordinator.effects import Answer, Append, Commit, Effect, Prepare, Probe, Publish, ReadBackHere, Say
+from toprope.coordinator.effects import (
+    Answer,
+    Append,
+    Commit,
+    Effect,
+    Prepare,
+    Probe,
+    Publish,
+    ReadBackHere,
+    Say,
+    Tidy,
+)
 from toprope.coordinator.events import (
     Asked,
     CommitFailed,
@@ -49,9 +61,11 @@ from toprope.coordinator.metrics import Metrics
 from toprope.coordinator.overview import Overview, overview
 from toprope.coordinator.ports import Ports
 from toprope.coordinator.restore_choice import Offer, Stored
+from toprope.coordinator.tidying import Tidier
 from toprope.coordinator.wire import Desired, Inventory, OpenAnswer, OpenRequest, Presence, ReadBack, ReadBackTask
 from toprope.store import manifest
-from toprope.store.errors import CorruptObjectError, StoreError, UnavailableError
+from toprope.store.changes import ChangeAnswer, ChangeRequest, checked, make_policy
+from toprope.store.errors import CorruptObjectError, StoreError, UnavailableError, UsageError
 from toprope.store.manifest import Index
 from toprope.store.names import Key, facts_key, manifest_key
 from toprope.store.records import AttemptFacts
@@ -110,6 +124,24 @@ class Coordinator:
         desired = self.desired()
         return desired is not None and (desired.term, desired.version) > (term, version)
 
+    async def _remember_spec(self, request: OpenRequest) -> None:
+        """Keep a spec that was refused, so that a person can look at it and accept it."""
+        body = spec.encode(request.spec)
+        try:
+            await self._ports.store.create_facts(facts_key(self.config.job, manifest.sha256(body)), body)
+        except UnavailableError as error:
+            _LOG.warning("the spec that was refused could not be kept: %s", error)
+
+    async def change(self, asked: ChangeRequest) -> ChangeAnswer:
+        """Append a change of the job that a person asks for; raises as ``changes.checked`` and ``Log.append``."""
+        if self.core is None:
+            raise UnavailableError("the coordinator is still reading the log")
+        if asked.job_uid != self._log.state.job_uid:
+            raise UsageError(f"this coordinator serves job {self.config.job} of another uid")
+        done = await self._log.append(lambda state: checked(state, asked.change))
+        await self._log_moved()
+        return ChangeAnswer(seq=done.seq)
+
     async def open(self, request: OpenRequest) -> OpenAnswer:
         """Return the attempt for a launch, or why there is none."""
         if self.core is None:
@@ -121,7 +153,10 @@ class Coordinator:
         self._post(Asked(request_id=number, request=request, now_s=_now_s()))
         try:
             async with asyncio.timeout(_OPEN_TIMEOUT_S):
-                return await answer
+                answered = await answer
+                if answered.code == "spec-mismatch":
+                    await self._remember_spec(request)
+                return answered
         except TimeoutError:
             return OpenAnswer(code="unavailable", text=f"no decision within {_OPEN_TIMEOUT_S:.0f} s")
         finally:
@@ -162,8 +197,11 @@ class Coordinator:
         """
         self._ports = ports
         writer_id = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
-        self._log = Log(ports.store, self.config.job, writer_id=writer_id)
+        self._log = Log(ports.store, self.config.job, writer_id=writer_id, url=url)
+        self._tidier = Tidier(ports.store, self._log, self.metrics)
         await self._log.elect(job_uid=secrets.token_hex(16))
+        if self.config.retain is not None:
+            await self._log.append(partial(make_policy, text=self.config.retain))
         settings = Settings(
             job=self.config.job,
             url=url,
@@ -178,7 +216,10 @@ class Coordinator:
             self._tasks = tasks
             self.core = Core(settings, log_view, now_s=_now_s())
             self._post(Ticked(now_s=_now_s()))
-            loops = [tasks.create_task(loop) for loop in (self._tick(), self._heartbeat(), self._publish())]
+            loops = [
+                tasks.create_task(loop)
+                for loop in (self._tick(), self._heartbeat(), self._publish(), self._tidier.run())
+            ]
             if self.mqtt is not None:
                 loops.append(tasks.create_task(self.mqtt.run()))
             on_serving()
@@ -249,6 +290,8 @@ class Coordinator:
                 self._tasks.create_task(self._open(effect.intent))
             case Commit():
                 self._tasks.create_task(self._commit(effect.intent))
+            case Tidy():
+                self._tidier.wake()
             case ReadBackHere():
                 self._tasks.create_task(self._read_back(effect.task))
             case _:
@@ -338,6 +381,8 @@ class Coordinator:
         sha256 = manifest.sha256(body)
         key = manifest_key(self.config.job, attempt=intent.attempt, step=intent.step, sha256=sha256)
         await self._ports.store.create_manifest(key, body)
+        if await self._ports.store.read(key, uncached=True) != body:
+            raise CorruptObjectError(f"{key}: the store does not hold what was written there")
         done = await self._log.append(lambda state: make_ready(state, intent, manifest_sha256=sha256, bases=seqs))
         await self._log_moved()
         if done.seq is None:

@@ -8,6 +8,8 @@ from typing import Protocol
 from toprope.coordinator.settings import Wrap
 from toprope.coordinator.wire import Desired, Inventory
 from toprope.store.fold import JobState
+from toprope.store.gc import GcPlan
+from toprope.store.holds import HoldWatch
 from toprope.store.manifest import Index, Shard
 from toprope.store.names import Key
 
@@ -47,6 +49,14 @@ class StorePort(Protocol):
 
         Raises:
             StoreError: a manifest or index is not what it should be.
+            UnavailableError: the store did not answer.
+        """
+
+    async def collect_garbage(self, state: JobState, watch: HoldWatch, *, now_s: float) -> GcPlan:
+        """Delete what the log has condemned, but for what readers hold by ``watch``; return what that was.
+
+        Raises:
+            StoreError: what is kept can't be read, so nothing was deleted.
             UnavailableError: the store did not answer.
         """
 

@@ -24,25 +24,22 @@ class Tidier:
         self._log = log
         self._metrics = metrics
         self._watch = HoldWatch()
-        self._busy = False
-        self._again = False
+        self._due = asyncio.Event()
 
-    async def tidy(self) -> None:
-        """Retire and delete; told so while it does, it begins anew at its end.
+    def wake(self) -> None:
+        """Let it see whether there is something to do."""
+        self._due.set()
+
+    async def run(self) -> None:
+        """Retire and delete whenever woken, until cancelled.
 
         Raises:
             FencedError: another coordinator has been elected.
         """
-        self._again = True
-        if self._busy:
-            return
-        self._busy = True
-        try:
-            while self._again:
-                self._again = False
-                await self._round()
-        finally:
-            self._busy = False
+        while True:
+            await self._due.wait()
+            self._due.clear()
+            await self._round()
 
     async def _round(self) -> None:
         try:

@@ -9,6 +9,8 @@ from toprope.store.checkpoint import read_capped, read_index, read_manifest
 from toprope.store.digest import digest_of_object
 from toprope.store.errors import AlreadyExistsError, CorruptObjectError
 from toprope.store.fold import JobState
+from toprope.store.gc import GcPlan, execute, survey
+from toprope.store.holds import HoldWatch
 from toprope.store.manifest import MAX_INDEX_BYTES, Index, Shard
 from toprope.store.names import Key
 from toprope.store.objects.protocol import ObjectStore
@@ -50,6 +52,10 @@ class ThreadedStore:
         """Return the indexes of a READY checkpoint by rank."""
         return await asyncio.to_thread(_indexes, self._store, state, seq)
 
+    async def collect_garbage(self, state: JobState, watch: HoldWatch, *, now_s: float) -> GcPlan:
+        """Delete what the log has condemned, but for what readers hold."""
+        return await asyncio.to_thread(_collected, self._store, state, watch, now_s)
+
     async def digest_uncached(self, key: Key) -> str:
         """Return the digest of an object as the medium has it."""
         return await asyncio.to_thread(digest_of_object, self._store, key, uncached=True)
@@ -68,3 +74,9 @@ def _shards(store: ObjectStore, state: JobState, seq: int) -> tuple[Shard, ...]:
 def _indexes(store: ObjectStore, state: JobState, seq: int) -> tuple[Index, ...]:
     manifest, _ = read_manifest(store, state, seq)
     return tuple(read_index(store, manifest, shard) for shard in manifest.shards)
+
+
+def _collected(store: ObjectStore, state: JobState, watch: HoldWatch, now_s: float) -> GcPlan:
+    plan = survey(store, state, list_holds=lambda: watch.look(store, state.job, now_s=now_s))
+    execute(store, plan)
+    return plan
