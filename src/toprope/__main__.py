@@ -60,6 +60,13 @@ GROUPS: dict[str, dict[str, Program]] = {
         "chaos": Program(module="toprope.chaos.cli", purpose="search for broken promises in a simulated world"),
     },
 }
+_OPTIONS = {
+    "--help": "say what the words are",
+    "--version": "print the version",
+    "--show-completion": "print what a shell must run to complete these words",
+    "--install-completion": "write that to where the shell looks for it",
+}
+_COMPLETION = {"--complete", "--show-completion", "--install-completion"}
 PROGRAMS = {word: program for group in GROUPS.values() for word, program in group.items()}
 
 
@@ -70,14 +77,12 @@ def main(arguments: Sequence[str] | None = None, *, passed: object = None) -> in
     """
     word, *rest = [*(sys.argv[1:] if arguments is None else arguments)] or ["--help"]
     if word in {"--help", "-h", "help"}:
-        print(help_text())  # noqa: T201 - this is the command line
-        return 0
+        return _answer(help_text())
     if word == "--version":
-        print(f"ckpt {__version__}")  # noqa: T201 - this is the command line
-        return 0
+        return _answer(f"ckpt {__version__}")
     program = PROGRAMS.get(word)
     if program is None:
-        return _fail(f"{word!r} is not a command; `ckpt --help` lists them", status=EXIT_USAGE)
+        return _without_program(word, rest)
     try:
         return _run(word, program, rest, passed=passed)
     except KeyboardInterrupt:
@@ -87,6 +92,34 @@ def main(arguments: Sequence[str] | None = None, *, passed: object = None) -> in
         return 1
 
 
+def _answer(text: str) -> int:
+    print(text)  # noqa: T201 - this is the command line
+    return 0
+
+
+def _without_program(word: str, rest: list[str]) -> int:
+    """Answer a shell that completes what is typed, print or install what makes a shell ask, or say that it is wrong."""
+    if word not in _COMPLETION:
+        return _fail(f"{word!r} is not a command; `ckpt --help` lists them", status=EXIT_USAGE)
+    completion = importlib.import_module("toprope.store.completion")
+    errors = importlib.import_module("toprope.store.errors")
+    shell = rest[0] if rest else os.path.basename(os.environ.get("SHELL", ""))  # noqa: PTH119 - pathlib is slow to load
+    try:
+        if word == "--complete":
+            modules = {name: program.module for name, program in PROGRAMS.items()}
+            purposes = {name: program.purpose for name, program in PROGRAMS.items()} | _OPTIONS
+            at = int(rest[0]) if rest and rest[0].isdecimal() else 1
+            print("\n".join(completion.candidates(at, rest[1:], purposes, modules)))  # noqa: T201 - for the shell
+        elif word == "--show-completion":
+            print(completion.script(shell), end="")  # noqa: T201 - this is the command line
+        else:
+            place, then = completion.install(shell, os.environ)
+            print(f"wrote {place}; now {then}")  # noqa: T201 - this is the command line
+    except errors.CkptError as error:
+        return _fail(str(error), status=error.exit_status)
+    return 0
+
+
 def help_text() -> str:
     """Return what ``ckpt --help`` prints."""
     lines = ["Usage: ckpt COMMAND [ARGUMENTS]", "", "Fault tolerance and checkpoints for distributed PyTorch training."]
@@ -94,6 +127,9 @@ def help_text() -> str:
         lines += ["", f"{title}:"]
         lines += [f"  {word:<12} {program.purpose}" for word, program in programs.items()]
     lines += ["", "`ckpt COMMAND --help` says more. `ckpt --version` prints the version."]
+    lines += [
+        "`ckpt --install-completion [bash|zsh|fish]` teaches your shell these words, --show-completion prints how."
+    ]
     return "\n".join(lines)
 
 
