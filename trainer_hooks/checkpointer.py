@@ -40,6 +40,7 @@ class Settings:
     socket: Path | None = None
     sidecar_timeout_s: float = 60.0
     fresh_ok: bool = False
+    lazy: bool = True
 
 
 class Checkpointer:
@@ -57,7 +58,11 @@ class Checkpointer:
     dict or a list: ``model={"gen": gen, "disc": disc}``.
 
     ``strict`` turns a skipped snapshot into an error. ``fresh_ok`` lets ``restore()`` begin at step 0 when there is no
-    sidecar; nothing is saved then.
+    sidecar; nothing is saved then. ``allow_pickle`` pickles values of types that can't be kept exactly, and unpickles
+    them in ``restore()``, which runs what they say: give it only where you trust whoever can write the store.
+
+    What only an optimizer changes is copied while the next forward and backward run, once several snapshots have shown
+    that nothing else changes it; ``lazy=False`` copies all before ``end_step()`` returns.
     """
 
     def __init__(  # noqa: PLR0913 - the parts of a trainer, all by keyword
@@ -77,6 +82,8 @@ class Checkpointer:
         socket: str | os.PathLike[str] | None = None,
         sidecar_timeout_s: float = 60.0,
         fresh_ok: bool = False,
+        allow_pickle: bool = False,
+        lazy: bool = True,
     ) -> None:
         """Check what can be checked before training.
 
@@ -98,6 +105,7 @@ class Checkpointer:
             dataloader=self._sampler if self._sampler is not None else data,
             scaler=scaler,
             extra=extra,
+            allow_pickle=allow_pickle,
         )
         self._parts.check()
         self._settings = Settings(
@@ -105,6 +113,7 @@ class Checkpointer:
             socket=_socket_path(job, socket),
             sidecar_timeout_s=sidecar_timeout_s,
             fresh_ok=fresh_ok,
+            lazy=lazy,
         )
         self._world = this_world()
         self._session: Session | None = None
@@ -152,6 +161,8 @@ class Checkpointer:
         restorer = Restorer(self._session, self._parts, world, launch_id, spec_of(self._parts))
         attempt = restorer.restore(members)
         self._sources = restorer.staged
+        if self._saver is not None:
+            self._saver.finish(self._settings.sidecar_timeout_s)
         self._saver = Saver(
             self._session,
             attempt,
@@ -159,6 +170,7 @@ class Checkpointer:
             lambda: capture(self._parts, rank=world.rank, world=world.size),
             strict=self._settings.strict,
             stats=self._stats,
+            lazy_for=self._parts.optimizers() if self._settings.lazy else {},
         )
         return self._begin(attempt.from_step)
 
@@ -240,6 +252,8 @@ class Checkpointer:
         end = time.monotonic() + timeout_s
         if wait_for != "nothing":
             self._retake(end)
+        if self._saver is not None:
+            self._saver.finish(max(0.0, end - time.monotonic()))
         while not reaches(self._level(), wait_for) and self._stats.snapshot_step and time.monotonic() < end:
             time.sleep(_POLL_S)
         missed = self._missed()

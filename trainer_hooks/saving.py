@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import torch
+
 from toprope.trainer_hooks import wire
+from toprope.trainer_hooks.copying import Copier, threads_for_copying
 from toprope.trainer_hooks.errors import HookError, SupersededError, UsageError
 from toprope.trainer_hooks.image import Plan, plan_image, write_image
 from toprope.trainer_hooks.launch import World
+from toprope.trainer_hooks.lazy import Lazy
 from toprope.trainer_hooks.session import Session
 from toprope.trainer_hooks.slot import Page, SlotState, read_page, write_page
 from toprope.trainer_hooks.slots import Grant
@@ -23,17 +27,23 @@ _DOCUMENT_ROOM_BYTES = 64 * 1024
 
 @dataclass(slots=True)
 class Stats:
-    """What came of the due steps. ``skipped`` counts by reason."""
+    """What came of the due steps. ``skipped`` counts by reason.
+
+    ``lazy_snapshots`` are those of which a part was copied during the next step; ``fence_wait_s`` is how long updates
+    have waited for that in all.
+    """
 
     snapshots: int = 0
     snapshot_step: int = 0
+    lazy_snapshots: int = 0
+    fence_wait_s: float = 0.0
     skipped: Counter[str] = field(default_factory=Counter)
 
 
 class Saver:
     """Takes the snapshots of one attempt."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - what it works with
         self,
         session: Session,
         attempt: wire.Attempt,
@@ -42,7 +52,9 @@ class Saver:
         *,
         strict: bool,
         stats: Stats,
+        lazy_for: Mapping[str, torch.optim.Optimizer],
     ) -> None:
+        """Take over. ``lazy_for`` are the optimizers whose tensors may be copied after the end of a step."""
         self.stats = stats
         self._session = session
         self._attempt = attempt
@@ -57,6 +69,10 @@ class Saver:
         """The newest step that was skipped; 0: none, or it was taken after all."""
         self._skip_reason = ""
         self._last: tuple[wire.Slot, wire.Sealed] | None = None
+        self._copier = Copier(threads=threads_for_copying())
+        self._lazy = Lazy(lazy_for, self._copier)
+        self._begun: tuple[Grant, int, int] | None = None
+        """The snapshot that was not sealed by the end of its step: slot, step, and length of its image."""
 
     def end_step(self, step: int) -> None:
         """Take a snapshot if the step is due.
@@ -65,6 +81,7 @@ class Saver:
             SupersededError: a later attempt was opened.
             HookError: a snapshot was skipped, and ``strict`` asks for an error.
         """
+        self._settle()
         if self._session.superseded:
             raise SupersededError(self._session.superseded)
         desired = self._session.desired
@@ -102,6 +119,9 @@ class Saver:
         if not self._session.connected:
             self._skip(step, "no sidecar", self._session.trouble)
             return
+        if self._lazy.busy:
+            self._skip(step, "still copying", "the snapshot before it is not copied yet")
+            return
         grant = self._session.slots.take()
         if grant is None:
             self._skip(step, "no free slot", "all slots are in use, or the sidecar has not made them yet")
@@ -116,8 +136,8 @@ class Saver:
         needed = plan.image_bytes(len(snapshot.document))
         if needed > grant.target.bytes:
             self._announce_size(needed, len(snapshot.document))
-            self._session.sealed(self._sealed(grant, step, needed))  # it does not fit: the sidecar takes the slot back
-            self._skip(step, "state has grown", f"a slot has {grant.target.bytes} bytes and the state needs {needed}")
+            detail = f"a slot has {grant.target.bytes} bytes and the state needs {needed}"
+            self._give_up(grant, step, needed, "state has grown", detail)
             return
         self._fill(grant, step, plan, snapshot)
 
@@ -148,21 +168,74 @@ class Saver:
             attempt_uid=self._attempt.uid,
             step=step,
         )
+        later = self._lazy.later(snapshot)
         try:
             write_page(Path(slot.page_path), page)
-            written = write_image(grant.target, plan, snapshot.tensors, snapshot.document, self._metadata(step))
-            write_page(Path(slot.page_path), replace(page, state=SlotState.SEALED, bytes=written))
+            written = write_image(
+                grant.target,
+                plan,
+                snapshot.tensors,
+                snapshot.document,
+                self._metadata(step),
+                later=later,
+                copier=self._copier,
+            )
+            if not later:
+                self._seal(grant, replace(page, state=SlotState.SEALED, bytes=written))
         except OSError as error:
-            self._skip(step, "slot can't be written", str(error))
+            self._give_up(grant, step, plan.image_bytes(len(snapshot.document)), "slot can't be written", str(error))
             return
-        sealed = self._sealed(grant, step, written)
+        self._lazy.prove(grant.target, plan, snapshot)
+        if later:
+            sealed = replace(page, state=SlotState.SEALED, bytes=written)
+            self._begun = (grant, step, written)
+            self._lazy.start(grant.target, plan, snapshot, later, lambda: self._seal(grant, sealed))
+        elif self._trouble:
+            self._note_recovery(step)
+
+    def _seal(self, grant: Grant, page: Page) -> None:
+        """Hand a slot over, now that all of it is written; on the thread that has written the last of it."""
+        write_page(Path(grant.slot.page_path), page)
+        sealed = self._sealed(grant, page.step, page.bytes)
         self._session.sealed(sealed)
-        self._last = (slot, sealed)
+        self._last = (grant.slot, sealed)
+        self.stats.snapshot_step = page.step
         self.stats.snapshots += 1
-        self.stats.snapshot_step = step
+
+    def _settle(self) -> None:
+        """Take in what came of the snapshot that was not sealed by the end of its step."""
+        if self._begun is None or self._lazy.busy:
+            return
+        grant, step, written = self._begun
+        self._begun = None
+        self.stats.fence_wait_s = self._lazy.waited_s
+        trouble = self._lazy.trouble()
+        if not trouble:
+            self.stats.lazy_snapshots += 1
+            self._note_recovery(step)
+            return
+        self._lazy.distrust(trouble)
+        logger.warning("step %d is void: %s; all is copied at once from now on", step, trouble)
+        self._give_up(grant, step, written, "void", trouble)
+
+    def finish(self, timeout_s: float) -> bool:
+        """Wait until the last snapshot is copied, and stop copying; return False when time is up."""
+        if not self._lazy.wait(timeout_s):
+            return False
+        self._settle()
+        self._lazy.close()
+        self._copier.close()
+        return True
+
+    def _note_recovery(self, step: int) -> None:
         if self._trouble:
-            logger.info("saving again: step %d is in slot %d", step, slot.slot)
+            logger.info("saving again: step %d is saved", step)
             self._trouble = ""
+
+    def _give_up(self, grant: Grant, step: int, image_bytes: int, reason: str, detail: str) -> None:
+        """Skip a step whose slot is not whole: the sidecar sees from its page that it is not, and takes it back."""
+        self._session.sealed(self._sealed(grant, step, image_bytes))
+        self._skip(step, reason, detail)
 
     def _sealed(self, grant: Grant, step: int, image_bytes: int) -> wire.Sealed:
         slot = grant.slot
@@ -170,6 +243,8 @@ class Saver:
 
     def last_is_hashed(self) -> bool:
         """Say whether the sidecar has hashed the newest snapshot, or has gone on to use its slot again."""
+        if self._lazy.busy:
+            return False
         if self._last is None:
             return True
         slot, sealed = self._last
@@ -178,7 +253,7 @@ class Saver:
 
     def retake(self, step: int) -> bool:
         """Take the snapshot that was skipped at the end of this step; return False when it can't be taken yet."""
-        grant = self._session.slots.take() if self._session.connected else None
+        grant = self._session.slots.take() if self._session.connected and not self._lazy.busy else None
         if grant is None:
             return False
         self._session.slots.give_back(grant)
