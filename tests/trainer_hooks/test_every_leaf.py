@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import enum
-from collections import OrderedDict, deque
+import struct
+from collections import Counter, OrderedDict, UserDict, defaultdict, deque
 from pathlib import Path
 from typing import Any
 
@@ -98,22 +100,54 @@ PLAIN = (
     st.none()
     | st.booleans()
     | st.integers()
-    | st.floats(allow_nan=False)
+    | st.floats()
     | st.text(st.characters(exclude_categories=["Cs"]))
     | st.binary()
-    | st.complex_numbers(allow_nan=False)
+    | st.builds(bytearray, st.binary())
+    | st.complex_numbers()
     | st.sampled_from([Colour.RED, Colour.BLUE, Level.LOW, torch.float8_e5m2, torch.device("cpu"), torch.Size([1, 2])])
-    | st.builds(lambda values: np.array(values, dtype=np.int16), st.lists(st.integers(-9, 9)))
+    | st.builds(np.float32, st.floats(width=32))
+    | st.builds(np.int64, st.integers(-9, 9))
+    | st.builds(np.bool_, st.booleans())
 )
 KEYS = st.text(max_size=4) | st.integers() | st.booleans() | st.none() | st.tuples(st.integers())
+SETS = st.sets(KEYS, max_size=4) | st.frozensets(KEYS, max_size=4)
+
+
+@st.composite
+def arrays(draw: st.DrawFn) -> np.ndarray[Any, Any]:
+    """An array of any kind that is kept, of either byte order, seen in another way."""
+    dtype = np.dtype(draw(st.sampled_from(["?", "i1", ">i4", "<u8", "f2", ">f8", "c8", "U3", ">U2", "S2"])))
+    shape = draw(st.lists(st.integers(0, 3), max_size=3))
+    count = int(np.prod(shape, dtype=int))
+    if dtype.kind == "U":
+        values = draw(st.lists(st.text("aé€", max_size=3), min_size=count, max_size=count))
+        whole = np.array(values, dtype=dtype).reshape(shape)
+    else:
+        body = draw(st.binary(min_size=count * dtype.itemsize, max_size=count * dtype.itemsize))
+        body = bytes(byte % 2 for byte in body) if dtype.kind == "b" else body
+        whole = np.frombuffer(body, dtype=dtype).reshape(shape)
+    return whole.T if draw(st.booleans()) else whole[::-1] if whole.ndim else whole
+
+
+@st.composite
+def aliases(draw: st.DrawFn) -> list[torch.Tensor]:
+    """Tensors that lie in one storage: itself twice, and views of it that overlap."""
+    whole = draw(tensors())
+    flat = whole.reshape(-1)
+    return [whole, whole, whole.detach(), flat[:2], flat[1:], whole[None]]
+
+
 TREES = st.recursive(
-    PLAIN | tensors(),
+    PLAIN | tensors() | arrays() | SETS | aliases(),
     lambda inner: (
         st.lists(inner, max_size=4)
         | st.tuples(inner, inner)
         | st.dictionaries(KEYS, inner, max_size=4)
         | st.builds(OrderedDict, st.dictionaries(st.text(max_size=4), inner, max_size=3))
         | st.builds(lambda items: deque(items, maxlen=5), st.lists(inner, max_size=3))
+        | st.builds(lambda items: defaultdict(list, items), st.dictionaries(KEYS, inner, max_size=3))
+        | st.builds(Counter, st.dictionaries(KEYS, st.integers(), max_size=3))
     ),
     max_leaves=12,
 )
@@ -130,33 +164,87 @@ def test_a_random_tree_comes_back_exactly(tmp_path: Path, tree: Any, *, shared: 
     assert_same(found, saved)
 
 
-@settings(max_examples=60, deadline=None)
+@dataclasses.dataclass
+class Point:
+    """A value of the user's."""
+
+    x: int = 1
+
+
+class Sub(torch.Tensor):
+    """A tensor class of the user's."""
+
+
+class Number(int):
+    """A number of the user's."""
+
+
+def _odd_leaves() -> dict[str, object]:
+    return {
+        "object": object(),
+        "function": print,
+        "iterator": iter(()),
+        "range": range(3),
+        "class": Point,
+        "dataclass": Point(),
+        "mapping": UserDict({"a": 1}),
+        "number of a class": Number(1),
+        "surrogate": "\ud800",
+        "bytes view": memoryview(b"ab"),
+        "factory": defaultdict(Point),
+        "sparse": torch.ones(1).to_sparse(),
+        "tensor class": torch.ones(1).as_subclass(Sub),
+        "meta": torch.empty(1, device="meta"),
+        "objects": np.array([None]),
+        "structured": np.zeros(1, dtype=[("a", "i4")]),
+        "void": np.void(b"ab"),
+        "date": np.datetime64("2026-11-30"),
+        "masked": np.ma.masked_array([1], [True]),
+        "record": np.rec.array([(1,)], dtype=[("a", "i4")]),
+    }
+
+
+@settings(max_examples=80, deadline=None)
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
-@given(tree=TREES, odd=st.sampled_from([object(), print, iter(()), torch.ones(1).to_sparse(), range(3)]))
-def test_a_random_tree_with_an_odd_leaf_is_refused_by_its_name(tree: Any, odd: object) -> None:  # noqa: ANN401 - any tree
-    extra = {"tree": tree, "deep": [{"in": (1, odd)}]}
+@given(tree=TREES, odd=st.sampled_from(sorted(_odd_leaves())))
+def test_a_random_tree_with_an_odd_leaf_is_refused_by_its_name(tree: Any, odd: str) -> None:  # noqa: ANN401 - any tree
+    extra = {"tree": tree, "deep": [{"in": (1, _odd_leaves()[odd])}]}
     with pytest.raises(UnsupportedLeafError, match=r"^extra\.deep\.0\.in\.1: "):
         capture(Parts(model=nn.Linear(1, 1), extra=extra), rank=0, world=1)
 
 
 def assert_same(found: Any, expected: Any) -> None:  # noqa: ANN401 - any tree
     assert type(found) is type(expected)
-    if isinstance(expected, torch.Tensor):
-        assert_same_tensor(found, expected)
-    elif isinstance(expected, dict):
-        assert list(found) == list(expected)
-        assert [type(key) for key in found] == [type(key) for key in expected]
-        for key, value in expected.items():
-            assert_same(found[key], value)
-    elif isinstance(expected, (list, tuple, deque)):
-        assert len(found) == len(expected)
-        for one, other in zip(found, expected, strict=True):
-            assert_same(one, other)
-    elif isinstance(expected, np.ndarray):
-        assert (found.dtype, found.tolist()) == (expected.dtype, expected.tolist())
-    else:
-        assert repr(found) == repr(expected)
-        assert found == expected
+    match expected:
+        case dict():
+            assert list(found) == list(expected)
+            assert [type(key) for key in found] == [type(key) for key in expected]
+            assert getattr(found, "default_factory", None) is getattr(expected, "default_factory", None)
+            for key, value in expected.items():
+                assert_same(found[key], value)
+        case list() | tuple() | deque() if type(expected) is not torch.Size:
+            assert len(found) == len(expected)
+            assert getattr(found, "maxlen", None) == getattr(expected, "maxlen", None)
+            for one, other in zip(found, expected, strict=True):
+                assert_same(one, other)
+        case _:
+            assert_same_leaf(found, expected)
+
+
+def assert_same_leaf(found: Any, expected: Any) -> None:  # noqa: ANN401 - any leaf
+    match expected:
+        case torch.Tensor():
+            assert_same_tensor(found, expected)
+        case np.ndarray() | np.generic():
+            assert (found.dtype, found.shape) == (expected.dtype, expected.shape)
+            assert found.tobytes() == expected.tobytes()
+        case float() | complex():
+            pair = struct.Struct(">dd")
+            assert pair.pack(found.real, found.imag) == pair.pack(expected.real, expected.imag)
+        case set() | frozenset():
+            assert {(type(one), one) for one in found} == {(type(one), one) for one in expected}
+        case _:
+            assert (repr(found), found) == (repr(expected), expected)
 
 
 def test_an_enumeration_comes_back_as_itself() -> None:
