@@ -130,12 +130,13 @@ def restore(  # noqa: PLR0913 - one for each option
     check_outside(to, root)
     seq = plan_restore(state, step=step)[0]
     with metered(store, "restoring", total_bytes=state.readies[seq].bytes) as watched:
-        if only:
-            part = restore_part(watched, state, to=to, only=only, step=step, force=force)
-        else:
-            done = restore_checkpoint(watched, state, to=to, step=step, force=force)
-    if only:
-        _print_part(part, as_json=as_json)
+        done: Restored | PartlyRestored = (
+            restore_part(watched, state, to=to, only=only, step=step, force=force)
+            if only
+            else restore_checkpoint(watched, state, to=to, step=step, force=force)
+        )
+    if isinstance(done, PartlyRestored):
+        _print_part(done, as_json=as_json)
     else:
         _print_restored(done, as_json=as_json)
 

@@ -78,7 +78,7 @@ def decode(encoded: Any) -> Any:  # noqa: ANN401 - JSON, and what it stands for
         return encoded
     if _TAG not in encoded:
         return {key: decode(item) for key, item in encoded.items()}
-    reader = _READERS.get(encoded[_TAG])
+    reader = _READERS.get(str(encoded[_TAG]))
     if reader is None:
         raise NotPlainError(f"a {encoded[_TAG]!r:.40}")
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -78,12 +79,13 @@ def test_a_sample_says_what_it_did_not_read(root: Path, capsys: pytest.CaptureFi
 def test_without_reading_tensors_what_is_cut_long_or_missing_is_found_all_the_same(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name, change in {
+    changes: dict[str, Callable[[Path], object]] = {
         "missing": lambda path: path.unlink(),
         "cut": lambda path: path.write_bytes(path.read_bytes()[:-1]),
         "long": lambda path: path.write_bytes(path.read_bytes() + b"!"),
-        "index": lambda path: path.with_name(next(path.parent.glob("*.json")).name).unlink(),
-    }.items():
+        "index": lambda path: next(path.parent.glob("*.json")).unlink(),
+    }
+    for name, change in changes.items():
         (tmp_path / name).mkdir()
         small_store(DirectoryStore(tmp_path / name), steps=(10,))
         change(next((tmp_path / name).rglob("rank-00001*.safetensors")))
