@@ -26,6 +26,7 @@ from toprope.store.errors import (
     UsageError,
 )
 from toprope.store.names import Key, key_parts
+from toprope.store.objects.protocol import check_whole
 
 _WALK = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -75,6 +76,8 @@ class DirectoryStore:
             with _opened(name, directory) as file:
                 size = _regular_size(file, key)
                 wanted = max(0, size - start) if length is None else length
+                if length is None:
+                    check_whole(key, wanted)
                 if start + wanted > size and wanted:
                     raise CorruptObjectError(f"{key}: ends at byte {size}, expected at least {start + wanted}")
                 read = _read_direct if uncached and _set_direct(file) else _read_buffered

@@ -5,7 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
+from toprope.store.errors import CorruptObjectError
 from toprope.store.names import Key
+
+MAX_WHOLE_BYTES = 64 * 1024 * 1024
+"""What ``read`` returns at most when it is given no length: nobody's memory is filled by an object of an odd size."""
 
 
 class ObjectStore(Protocol):
@@ -26,7 +30,8 @@ class ObjectStore(Protocol):
 
         Raises:
             MissingObjectError: there is no such object.
-            CorruptObjectError: it ends before ``start + length``.
+            CorruptObjectError: it ends before ``start + length``; or no length was given, and what there is from
+                ``start`` on has more than ``MAX_WHOLE_BYTES``.
             UnavailableError: the store did not answer.
         """
 
@@ -51,3 +56,13 @@ class ObjectStore(Protocol):
         Raises:
             UnavailableError: the store did not answer.
         """
+
+
+def check_whole(key: Key, wanted: int) -> None:
+    """Check how many bytes are to be read where no length was given.
+
+    Raises:
+        CorruptObjectError: they are more than ``MAX_WHOLE_BYTES``.
+    """
+    if wanted > MAX_WHOLE_BYTES:
+        raise CorruptObjectError(f"{key}: {wanted} bytes; at most {MAX_WHOLE_BYTES} are read at once")

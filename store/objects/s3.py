@@ -27,6 +27,7 @@ from toprope.store.errors import (
 )
 from toprope.store.names import Key, key_parts
 from toprope.store.objects.parts import Limits, Part, plan_parts
+from toprope.store.objects.protocol import check_whole
 from toprope.store.objects.retry import BackOff
 from toprope.store.objects.s3_clients import PARALLEL_PARTS, Clients
 from toprope.store.objects.s3_errors import (
@@ -95,6 +96,7 @@ class S3Store:
         del uncached
         if length is None and start:
             length = max(0, self.size(key) - start)
+            check_whole(key, length)
         elif length == 0:
             self.size(key)  # which says if there is none
         if length == 0:
@@ -318,6 +320,8 @@ class S3Store:
         told = _RANGE.fullmatch(answer.get("ContentRange", ""))
         begin, total = (int(told[1]), int(told[2])) if told else (0, answer["ContentLength"])
         wanted = max(0, total - start) if length is None else length
+        if length is None:
+            check_whole(key, wanted)
         if start + wanted > total:
             raise CorruptObjectError(f"{key}: ends at byte {total}, expected at least {start + wanted}")
         if begin != start or answer["ContentLength"] != wanted:

@@ -1,0 +1,58 @@
+"""Reads hostile stores as verify and restore do, in a process of its own, and tells what each read came to.
+
+``python hostile_reader.py STORE...``: a line of JSON for each store; the last line is the most memory that it had.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import sys
+from pathlib import Path
+
+from toprope.store.errors import CkptError
+from toprope.store.objects.directory import DirectoryStore
+from toprope.store.restore import restore
+from toprope.store.shard import header_length, parse_header
+from toprope.store.show import read_job
+from toprope.store.verify import plan, verify_checkpoint, verify_facts
+
+
+def main(*roots: str) -> None:
+    for root in roots:
+        path = Path(root)
+        told = header_of(path / "header") if (path / "header").exists() else read(path)
+        peak_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
+        print(json.dumps({"case": path.name, "peak_mib": peak_mib, **told}), flush=True)  # noqa: T201 - its answer
+
+
+def read(path: Path) -> dict[str, str]:
+    store = DirectoryStore(path)
+    told = {}
+    try:
+        state = read_job(store, "job").state
+        damages = [*verify_facts(store, state)]
+        damages += [damage for seq in plan(state) for damage in verify_checkpoint(store, state, seq).damages]
+        told["verify"] = str(damages[0]) if damages else ""
+    except CkptError as error:
+        told["verify"] = f"{type(error).__name__}: {error}"
+    try:
+        restore(store, read_job(store, "job").state, to=path.with_name(path.name + "-restored"), step=20)
+        told["restore"] = ""
+    except CkptError as error:
+        told["restore"] = f"{type(error).__name__}: {error}"
+    return told
+
+
+def header_of(path: Path) -> dict[str, str]:
+    body = path.read_bytes()
+    try:
+        header_length(body[:8], size=len(body), name="header")
+        parse_header(body, size=len(body), name="header")
+    except CkptError as error:
+        return {"verify": f"{type(error).__name__}: {error}", "restore": ""}
+    return {"verify": "", "restore": ""}
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
