@@ -235,7 +235,7 @@ class Core:
         request = event.request
         refusal = opening.known(request, self.log_view, self._view())
         refusal = refusal or opening.misfit(request, self.log_view, self.progress)
-        refusal = refusal or opening.refusal(request, self.log_view, self.roll.all())
+        refusal = refusal or opening.refusal(request, self.log_view)
         if refusal is not None:
             return [Answer(request_id=event.request_id, answer=refusal)]
         if self._opening is not None:

@@ -45,7 +45,7 @@ class LogView:
         """Return the launch ids that were ever given an attempt."""
         return frozenset(attempt.launch_id for attempt in self.state.attempts)
 
-    def question(self, *, world: int, offers: tuple[Offer, ...], striking: Mapping[tuple[str, int], str]) -> Question:
+    def question(self, *, offers: tuple[Offer, ...], striking: Mapping[tuple[str, int], str]) -> Question:
         """Return what the log says of where the next attempt may begin, with ``striking`` struck off as well."""
         struck = {
             (struck.attempt_uid, struck.step): struck.why
@@ -56,7 +56,7 @@ class LogView:
         attempt = self.state.attempt
         held = attempt is not None and attempt.held is not None
         return Question(
-            world=world,
+            worlds={attempt.uid: attempt.world_size for attempt in self.state.attempts},
             lineage=tuple(self.state.lineage()),
             offers=offers,
             struck={**struck, **striking},

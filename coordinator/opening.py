@@ -50,8 +50,8 @@ def misfit(request: OpenRequest, log_view: LogView, progress: phases.Progress) -
     return OpenAnswer(code="refused", text=f"{progress.reason}; start it as the one that was saved")
 
 
-def refusal(request: OpenRequest, log_view: LogView, nodes: Sequence[Node]) -> OpenAnswer | None:
-    """Return why a request can't be met, as far as the log and the request tell; ``nodes`` may be gone by now."""
+def refusal(request: OpenRequest, log_view: LogView) -> OpenAnswer | None:
+    """Return why a request can't be met, as far as the log and the request tell."""
     job = log_view.state.job
     if request.job != job:
         return OpenAnswer(code="refused", text=f"this coordinator serves job {job}, not {request.job}")
@@ -64,12 +64,9 @@ def refusal(request: OpenRequest, log_view: LogView, nodes: Sequence[Node]) -> O
     if log_view.spec is not None and spec.name(request.spec) != log_view.state.spec_sha256:
         changed = spec.diff(log_view.spec, request.spec)
         text = f"job {job} was started with another spec (- job, + this trainer, ~ job -> this trainer): {changed}"
+        text += f". If that is wanted: ckpt job accept-spec ROOT {spec.name(request.spec)} --job {job}"
         return OpenAnswer(code="spec-mismatch", text=text)
-    attempt = log_view.state.attempt
-    if attempt is None or attempt.world_size == len(ranks) or not _was_saved(log_view, nodes):
-        return None
-    text = f"the job was saved by {attempt.world_size} ranks and this launch has {len(ranks)}"
-    return OpenAnswer(code="world-mismatch", text=f"{text}; start it with {attempt.world_size}")
+    return None
 
 
 def _malformed(request: OpenRequest) -> str:
@@ -82,15 +79,6 @@ def _malformed(request: OpenRequest) -> str:
     except UsageError as error:
         return str(error)
     return "" if 0 <= request.round <= _ROUND_MAX else f"round {request.round} is not one of 0 to {_ROUND_MAX}"
-
-
-def _was_saved(log_view: LogView, nodes: Sequence[Node]) -> bool:
-    attempt = log_view.state.attempt
-    return (
-        log_view.state.head is not None
-        or log_view.source is not None
-        or (attempt is not None and any(node.copies(attempt.uid) for node in nodes))
-    )
 
 
 def hindrance(
@@ -142,7 +130,7 @@ def decide(  # noqa: PLR0913 - all that a restore decision rests on
     uid: str,
 ) -> OpenAttempt | OpenAnswer:
     """Return the attempt to open, with its restore decision, or that nothing is left to begin from."""
-    question = log_view.question(world=len(request.world), offers=offers, striking=struck_now)
+    question = log_view.question(offers=offers, striking=struck_now)
     choice = choose(question, answered, objects)
     if isinstance(choice, NothingLeft):
         text = "checkpoints exist and none can be restored: " + "; ".join(choice.tried)

@@ -43,13 +43,13 @@ class Offer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """What the log says about where an attempt of ``world`` ranks may begin.
+    """What the log says about where an attempt may begin.
 
-    ``sworn``: digests by rank that the log has for a held source, by attempt uid and step. ``readies``: how many READY
-    checkpoints the log has, offered or not.
+    ``worlds``: the number of ranks of each attempt, by its uid. ``sworn``: digests by rank that the log has for a held
+    source, by attempt uid and step. ``readies``: how many READY checkpoints the log has, offered or not.
     """
 
-    world: int
+    worlds: Mapping[str, int]
     lineage: tuple[Stretch, ...]
     offers: tuple[Offer, ...]
     struck: Mapping[tuple[str, int], str]
@@ -123,7 +123,7 @@ def _by_step(question: Question, nodes: Sequence[Node], objects: Iterable[Copy])
     )
     for node, copy in everything:
         stretch = stretches.get(copy.attempt_uid)
-        if stretch is not None and copy.world == question.world and stretch.holds(copy.step):
+        if stretch is not None and copy.world == question.worlds.get(copy.attempt_uid) and stretch.holds(copy.step):
             held[copy.attempt_uid, copy.step][copy.rank].append((node, copy))
     return held
 
@@ -141,7 +141,7 @@ def _judge(
     damage = f"; its READY checkpoint: {offer.damage}" if offer is not None and offer.damage else ""
     sworn = question.sworn.get((uid, step)) or tuple(one.digest for one in stored)
     shards = []
-    for rank in range(question.world):
+    for rank in range(question.worlds.get(uid, len(sworn))):
         copies = held.get(rank, [])
         if sworn:
             copies = [(node, copy) for node, copy in copies if copy.digest == sworn[rank]]
@@ -198,9 +198,8 @@ def shards_of(
     stored: Sequence[Stored] = (),
 ) -> tuple[RestoreShard, ...]:
     """Return where the shards of an attempt's source are now: those copies that have the digests in the log."""
-    world = len(digests)
     question = Question(
-        world=world,
+        worlds={attempt_uid: len(digests)},
         lineage=(Stretch(attempt_uid=attempt_uid, after=0, upto=step),),
         offers=(),
         struck={},

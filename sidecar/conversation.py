@@ -33,6 +33,8 @@ class Trainer:
     world: int
     launch_id: str
     attempt_uid: str = ""
+    ask: int = 0
+    wants: tuple[wire.Want, ...] = ()
     joined: bool = False
     seen: bool = False
     misses: int = 0
@@ -152,6 +154,7 @@ class Conversation:
     def _on_join(self, trainer: Trainer, frame: wire.Join) -> None:
         notes = self.notes[trainer.rank]
         trainer.attempt_uid, trainer.joined, trainer.seen, trainer.misses = frame.attempt_uid, True, False, 0
+        trainer.ask, trainer.wants = frame.ask, frame.wants
         trainer.told.clear()
         if notes.attempt_uid != frame.attempt_uid:
             notes.attempt_uid, notes.step, notes.verdict = frame.attempt_uid, 0, None

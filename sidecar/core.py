@@ -356,13 +356,11 @@ class Core:
     def _restore(self, desired: Desired) -> list[Effect]:
         effects: list[Effect] = []
         attempt = desired.attempt
-        if attempt is not None and any(t.joined and t.attempt_uid == attempt.uid for t in self.conversation.in_order()):
-            live = attempt.phase in {"opened", "staged", "applied"}
-            needed = any(t.joined and "STAGED" not in t.told for t in self.conversation.in_order())
-            if live and needed and attempt.uid != self.restore.attempt_uid:
-                effects += self.restore.begin(attempt, self._ways(attempt), now_s=self.now_s)
-            elif live and self.restore.retry_at_s and attempt.uid == self.restore.attempt_uid:
-                effects += self.restore.again(attempt, self._ways(attempt), now_s=self.now_s)
+        if attempt is not None and attempt.phase in {"opened", "staged", "applied"}:
+            joined = [t for t in self.conversation.in_order() if t.joined and t.attempt_uid == attempt.uid]
+            waiting = [trainer for trainer in joined if "STAGED" not in trainer.told]
+            if waiting:
+                effects += self.restore.plan(attempt, waiting, self._ways(attempt), now_s=self.now_s)
         for trainer in self.conversation.in_order():
             effects += self.restore.tell(trainer, desired)
         keep = attempt.uid if attempt is not None and attempt.phase in {"opened", "staged"} else ""

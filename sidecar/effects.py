@@ -128,13 +128,19 @@ class RemoveSpares:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    """Get a verified copy of a shard, trying the ways in order; answer ShardStaged or StageFailed."""
+    """Get a verified copy of a shard, trying the ways in order; answer ShardStaged or StageFailed.
+
+    Of its tensors only ``tensors`` need be there; where it has to be fetched it is put into a file of its own,
+    numbered ``part``.
+    """
 
     attempt_uid: str
     source_attempt_uid: str
     step: int
     shard: RestoreShard
     ways: tuple[Way, ...]
+    tensors: frozenset[str]
+    part: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

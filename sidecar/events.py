@@ -7,7 +7,7 @@ from typing import TypeAlias
 
 from toprope.coordinator.wire import Copy, Desired, Inventory, OpenAnswer, ReadBack, Tier
 from toprope.sidecar.values import Shard, SlotSight, SlowTier
-from toprope.trainer_hooks.wire import FromHook, StagedShard
+from toprope.trainer_hooks.wire import ALL, FromHook, StagedShard
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,10 +191,11 @@ class ServeEnded:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardStaged:
-    """A shard of the attempt's source is here and verified."""
+    """A shard of the attempt's source is here and verified, or those of its ``tensors`` that were wanted."""
 
     attempt_uid: str
     shard: StagedShard
+    tensors: frozenset[str] = frozenset({ALL})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

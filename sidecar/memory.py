@@ -16,7 +16,7 @@ import mmap
 import os
 import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -84,9 +84,9 @@ class Memory:
         """Return the files of a spare (it has no lock)."""
         return spare_files(self.root, rank, number)
 
-    def staged(self, attempt_uid: str, rank: int) -> Path:
-        """Return the file into which a shard is fetched for a restore."""
-        return self.root / "stage" / f"{attempt_uid}-rank-{rank}.data"
+    def staged(self, attempt_uid: str, rank: int, part: int) -> Path:
+        """Return the file into which a shard, or what is wanted of it, is fetched for a restore."""
+        return self.root / "stage" / f"{attempt_uid}-rank-{rank}-{part}.data"
 
     def slot_ranks(self) -> list[int]:
         """Return the ranks that have slots in memory."""
@@ -149,6 +149,27 @@ class Memory:
             self._check_room(size, what=path.name)
             self._make(path, size)
         return self.view(path)[:size]
+
+    def fit_parts(self, path: Path, size: int, parts: Sequence[tuple[int, int]]) -> memoryview:
+        """Return a writable view of a new file of this size that has room for these ranges only.
+
+        Raises:
+            NoRoomError: they do not fit.
+        """
+        self._remove(path)
+        self._check_room(sum(end - begin for begin, end in parts), what=path.name)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            os.ftruncate(descriptor, size)
+            for begin, end in parts:
+                if begin < end:
+                    os.posix_fallocate(descriptor, begin, end - begin)
+        except OSError as error:
+            path.unlink()
+            raise NoRoomError(f"{path.name} does not fit: {os.strerror(error.errno or 0)}") from error
+        finally:
+            os.close(descriptor)
+        return self.view(path)
 
     def drop_staged(self, *, keep: str) -> None:
         """Delete staged files, but for those of attempt ``keep``."""

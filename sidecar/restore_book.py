@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from toprope.coordinator.wire import AttemptView, Desired, RankVerdict, RestoreShard
@@ -18,48 +19,88 @@ PATIENCE_S = 240.0
 
 @dataclass(slots=True)
 class RestoreBook:
-    """The staging of one attempt's source on this node."""
+    """The staging of one attempt's source on this node: of each shard what the ranks here want, together and once.
+
+    ``tensors`` says which of a shard are here with ``staged``, ``fetching`` which are on their way.
+    """
 
     attempt_uid: str = ""
     staged: dict[int, wire.StagedShard] = field(default_factory=dict)
+    tensors: dict[int, frozenset[str]] = field(default_factory=dict)
+    fetching: dict[int, frozenset[str]] = field(default_factory=dict)
+    parts: dict[int, int] = field(default_factory=dict)
     failed: dict[int, str] = field(default_factory=dict)
     retry_at_s: dict[int, float] = field(default_factory=dict)
     began_s: float = 0.0
 
-    def begin(self, attempt: AttemptView, ways: dict[int, tuple[Way, ...]], *, now_s: float) -> list[Effect]:
-        """Stage each shard of the attempt's source once for all ranks of this node; begun already, do nothing."""
-        if self.attempt_uid == attempt.uid:
-            return []
-        self.attempt_uid, self.staged, self.failed, self.retry_at_s = attempt.uid, {}, {}, {}
-        self.began_s = now_s
-        return [_stage(attempt, shard, ways) for shard in attempt.restore]
+    def plan(
+        self, attempt: AttemptView, trainers: Sequence[Trainer], ways: dict[int, tuple[Way, ...]], *, now_s: float
+    ) -> list[Effect]:
+        """Stage what these trainers want and what is not here or on its way, by the ways that there are by now.
 
-    def again(self, attempt: AttemptView, ways: dict[int, tuple[Way, ...]], *, now_s: float) -> list[Effect]:
-        """Try those shards again that could not be had for want of an answer, by the ways that there are by now.
-
-        A peer or a store that is away for a moment must not cost a good source.
+        What could not be had for want of an answer is tried again after a while: a peer or a store that is away for a
+        moment must not cost a good source.
         """
-        due = {rank for rank, at_s in self.retry_at_s.items() if at_s <= now_s}
-        self.retry_at_s = {rank: at_s for rank, at_s in self.retry_at_s.items() if rank not in due}
-        return [_stage(attempt, shard, ways) for shard in attempt.restore if shard.rank in due]
+        if self.attempt_uid != attempt.uid:
+            self.attempt_uid, self.began_s = attempt.uid, now_s
+            for book in (self.staged, self.tensors, self.fetching, self.parts, self.failed, self.retry_at_s):
+                book.clear()
+        wanted: dict[int, frozenset[str]] = {}
+        for want in (want for trainer in trainers for want in trainer.wants):
+            wanted[want.rank] = wanted.get(want.rank, frozenset()) | frozenset(want.tensors)
+        effects: list[Effect] = []
+        for shard in attempt.restore:
+            rank = shard.rank
+            if rank not in wanted or rank in self.fetching or rank in self.failed or self._has(rank, wanted[rank]):
+                continue
+            if self.retry_at_s.get(rank, now_s) <= now_s:
+                self.retry_at_s.pop(rank, None)
+                effects.append(self._stage(attempt, shard, wanted[rank], ways[rank]))
+        return effects
+
+    def _stage(
+        self, attempt: AttemptView, shard: RestoreShard, tensors: frozenset[str], ways: tuple[Way, ...]
+    ) -> Stage:
+        tensors |= self.tensors.get(shard.rank, frozenset())
+        self.fetching[shard.rank] = tensors
+        self.parts[shard.rank] = self.parts.get(shard.rank, 0) + 1
+        return Stage(
+            attempt_uid=attempt.uid,
+            source_attempt_uid=attempt.source_attempt_uid,
+            step=attempt.from_step,
+            shard=shard,
+            ways=ways,
+            tensors=frozenset({wire.ALL}) if wire.ALL in tensors else tensors,
+            part=self.parts[shard.rank],
+        )
+
+    def _has(self, rank: int, tensors: frozenset[str]) -> bool:
+        here = self.tensors.get(rank)
+        return here is not None and (wire.ALL in here or tensors <= here)
 
     def on_staged(self, event: ShardStaged) -> None:
         """Take in a verified shard."""
         if event.attempt_uid == self.attempt_uid:
-            self.staged[event.shard.rank] = event.shard
+            rank = event.shard.rank
+            self.fetching.pop(rank, None)
+            self.staged[rank], self.tensors[rank] = event.shard, event.tensors
 
     def on_failed(self, event: StageFailed, *, now_s: float) -> None:
         """Take in that a shard can't be had, or not just now."""
         if event.attempt_uid != self.attempt_uid:
             return
+        self.fetching.pop(event.rank, None)
         if event.again and now_s - self.began_s < PATIENCE_S:
             self.retry_at_s[event.rank] = now_s + RETRY_S
         else:
             self.failed[event.rank] = event.reason
 
-    def complete(self, attempt: AttemptView) -> bool:
-        """Say whether all shards of this attempt's source are here."""
-        return self.attempt_uid == attempt.uid and set(self.staged) == {shard.rank for shard in attempt.restore}
+    def complete(self, attempt: AttemptView, trainer: Trainer) -> bool:
+        """Say whether all is here that a trainer wants of this attempt's source."""
+        there = {shard.rank for shard in attempt.restore}
+        return self.attempt_uid == attempt.uid and all(
+            want.rank not in there or self._has(want.rank, frozenset(want.tensors)) for want in trainer.wants
+        )
 
     def verdict(self, attempt_uid: str) -> RankVerdict | None:
         """Return what every rank of this node has to say when a shard can't be had, else None."""
@@ -87,24 +128,16 @@ class RestoreBook:
         frames: list[wire.FromSidecar] = []
         if attempt.phase == "failed":
             return _once(trainer, "failed", _go(trainer, ok=False, reason=attempt.reason))
-        if self.complete(attempt):
-            shards = tuple(self.staged[rank] for rank in sorted(self.staged))
-            frames += _once(trainer, "STAGED", wire.Staged(attempt_uid=attempt.uid, shards=shards))
+        if self.complete(attempt, trainer):
+            ranks = {want.rank for want in trainer.wants}
+            shards = tuple(self.staged[rank] for rank in sorted(ranks & set(self.staged)))
+            staged = wire.Staged(attempt_uid=attempt.uid, ask=trainer.ask, shards=shards)
+            frames += _once(trainer, "STAGED", staged)
         if "STAGED" in trainer.told and attempt.phase in {"staged", "applied"}:
             frames += _once(trainer, "staged", _go(trainer, ok=True))
         if "staged" in trainer.told and attempt.phase == "applied":
             frames += _once(trainer, "applied", _go(trainer, ok=True))
         return frames
-
-
-def _stage(attempt: AttemptView, shard: RestoreShard, ways: dict[int, tuple[Way, ...]]) -> Stage:
-    return Stage(
-        attempt_uid=attempt.uid,
-        source_attempt_uid=attempt.source_attempt_uid,
-        step=attempt.from_step,
-        shard=shard,
-        ways=ways[shard.rank],
-    )
 
 
 def ways_to(shard: RestoreShard, *, me: str, here: list[tuple[Way, str]], url_of_me: str) -> tuple[Way, ...]:
@@ -136,6 +169,7 @@ def _answer_to_open(trainer: Trainer, desired: Desired, attempt: AttemptView) ->
             launch_id=attempt.launch_id,
             round=attempt.round,
             source=attempt.source,
+            source_world=len(attempt.restore),
             from_step=attempt.from_step,
             schedule=_schedule(desired),
             why=attempt.reason,

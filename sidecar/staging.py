@@ -8,16 +8,21 @@ from pathlib import Path
 
 from toprope.coordinator.wire import RestoreShard
 from toprope.sidecar.effects import Stage
+from toprope.sidecar.events import ShardStaged
 from toprope.sidecar.memory import Memory, NoRoomError
 from toprope.sidecar.ports import PeerError, PeersPort
 from toprope.sidecar.values import Way
 from toprope.store.checkpoint import read_index_at
 from toprope.store.digest import digest, digest_of_file
 from toprope.store.errors import CkptError, UnavailableError
-from toprope.store.files import fill_from_image
+from toprope.store.files import FileReader, fill_from_image, places
+from toprope.store.manifest import Head, Index
 from toprope.store.names import Key
 from toprope.store.objects.protocol import ObjectStore
-from toprope.trainer_hooks.wire import StagedShard
+from toprope.store.whole import DOCUMENT
+from toprope.trainer_hooks.wire import ALL, StagedShard
+
+_ALL = frozenset({ALL})
 
 
 class StagingError(Exception):
@@ -48,8 +53,8 @@ class Stager:
     objects: ObjectStore
     doubt: Callable[[Stage, Way], None]
 
-    def stage(self, request: Stage) -> StagedShard:
-        """Return the shard, verified.
+    def stage(self, request: Stage) -> ShardStaged:
+        """Return the shard, verified, or as much of it as is wanted.
 
         Raises:
             StagingError: it can't be had.
@@ -59,12 +64,12 @@ class Stager:
         for way in request.ways:
             name = f"{way.tier} of {way.node}" if way.node else f"{way.tier} {way.key}"
             try:
-                path = self._take(request, way)
+                path, tensors = self._take(request, way)
             except _WayError as error:
                 tried.append(f"{name}: {error}")
                 again |= error.again
             else:
-                return StagedShard(
+                staged = StagedShard(
                     rank=request.shard.rank,
                     path=str(path),
                     bytes=request.shard.bytes,
@@ -72,22 +77,29 @@ class Stager:
                     tier=way.tier,
                     node=way.node,
                 )
+                return ShardStaged(attempt_uid=request.attempt_uid, shard=staged, tensors=tensors)
         raise StagingError("; ".join(tried) or "nobody has it", again=again)
 
-    def _take(self, request: Stage, way: Way) -> Path:
+    def _take(self, request: Stage, way: Way) -> tuple[Path, frozenset[str]]:
         if way.kind == "here":
-            return self._take_here(request, way)
-        path = self.memory.staged(request.attempt_uid, request.shard.rank)
+            return self._take_here(request, way), _ALL
+        path = self.memory.staged(request.attempt_uid, request.shard.rank, request.part)
         try:
-            view = self.memory.fit(path, request.shard.bytes)
+            if way.kind == "node":
+                view = self.memory.fit(path, request.shard.bytes)
+                self._from_node(request, way, view)
+            else:
+                index = self._index(request, way)
+                if ALL not in request.tensors and index.head.digest:
+                    some = path.with_suffix(".some")  # has room for these only, and is no file for a whole shard
+                    self._some_from_store(index, request.tensors, some)
+                    return some, request.tensors
+                view = self.memory.fit(path, request.shard.bytes)
+                self._from_store(index, view)
         except (NoRoomError, OSError) as error:
             raise _WayError(f"no room to stage it: {error}") from error
-        if way.kind == "node":
-            self._from_node(request, way, view)
-        else:
-            self._from_store(way, view)
         _check(digest(view), request.shard)
-        return path
+        return path, _ALL
 
     def _take_here(self, request: Stage, way: Way) -> Path:
         path, shard = Path(way.path), request.shard
@@ -108,12 +120,38 @@ class Stager:
         except PeerError as error:
             raise _WayError(str(error), again=True) from error
 
-    def _from_store(self, way: Way, view: memoryview) -> None:
+    def _index(self, request: Stage, way: Way) -> Index:
         try:
             index = read_index_at(self.objects, Key(way.key))
-            if index.bytes != len(view):
-                raise _WayError(f"its image has {index.bytes} bytes; expected {len(view)}")
+        except CkptError as error:
+            raise _WayError(str(error), again=isinstance(error, UnavailableError)) from error
+        if index.bytes != request.shard.bytes:
+            raise _WayError(f"its image has {index.bytes} bytes; expected {request.shard.bytes}")
+        _check(index.digest, request.shard)
+        return index
+
+    def _from_store(self, index: Index, view: memoryview) -> None:
+        try:
             fill_from_image(self.objects, index, view)
+        except CkptError as error:
+            raise _WayError(str(error), again=isinstance(error, UnavailableError)) from error
+
+    def _some_from_store(self, index: Index, tensors: frozenset[str], path: Path) -> None:
+        """Fetch header, document and these tensors to where they lie in the image, each checked by its own digest."""
+        wanted = [
+            (at, part)
+            for at, part in places(index)
+            if isinstance(part, Head) or part.name in tensors or part.name == DOCUMENT
+        ]
+        ranges = [(at, at + part.end - part.begin) for at, part in wanted]
+        view = self.memory.fit_parts(path, index.bytes, ranges)
+        files = [FileReader(self.objects, file) for file in index.files]
+        try:
+            for (begin, end), (_, part) in zip(ranges, wanted, strict=True):
+                view[begin:end] = files[part.file].read(part.begin, part.end)
+                if digest(view[begin:end]) != part.digest:
+                    name = "its header" if isinstance(part, Head) else f"its tensor {part.name}"
+                    raise _WayError(f"{name} has digest {digest(view[begin:end])}; expected {part.digest}")
         except CkptError as error:
             raise _WayError(str(error), again=isinstance(error, UnavailableError)) from error
 

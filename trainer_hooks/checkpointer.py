@@ -20,6 +20,7 @@ from toprope.trainer_hooks.ending import Closed, Level, reaches, versions
 from toprope.trainer_hooks.errors import SidecarUnavailableError, UsageError
 from toprope.trainer_hooks.launch import own_launch_id, this_world
 from toprope.trainer_hooks.modules import model_state
+from toprope.trainer_hooks.names import joined, names_of, of_all, union
 from toprope.trainer_hooks.restoring import Restorer, agree
 from toprope.trainer_hooks.saving import Saver, Stats
 from toprope.trainer_hooks.session import Session
@@ -158,7 +159,9 @@ class Checkpointer:
             logger.warning("no sidecar, and fresh_ok: training begins at step 0 and nothing is saved")
             return self._begin(0)
         assert self._session is not None
-        restorer = Restorer(self._session, self._parts, world, launch_id, spec_of(self._parts))
+        spec = joined(of_all(world, spec_of(self._parts)))
+        names = union(of_all(world, names_of(self._parts)))
+        restorer = Restorer(self._session, self._parts, world, launch_id, spec, names)
         attempt = restorer.restore(members)
         self._sources = restorer.staged
         if self._saver is not None:

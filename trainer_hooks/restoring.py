@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
-from toprope.trainer_hooks import wire
-from toprope.trainer_hooks.apply import Loaded, apply, check
+from toprope.trainer_hooks import rng, wire
+from toprope.trainer_hooks.apply import apply
 from toprope.trainer_hooks.errors import (
     HookError,
     RestoreError,
@@ -23,10 +22,11 @@ from toprope.trainer_hooks.errors import (
     UsageError,
     WorldMismatchError,
 )
-from toprope.trainer_hooks.image import Image
+from toprope.trainer_hooks.fitting import Fit, fit
 from toprope.trainer_hooks.launch import World, next_round, versions
 from toprope.trainer_hooks.session import Session
-from toprope.trainer_hooks.state import Parts
+from toprope.trainer_hooks.source import SourceError, StagedSource
+from toprope.trainer_hooks.state import Parts, devices_of
 
 logger = logging.getLogger("toprope")
 RETRY_FOR_S = 120.0
@@ -38,14 +38,15 @@ MAX_ROUNDS = 64
 
 _BY_CODE: dict[str, type[HookError]] = {
     "spec-mismatch": SpecMismatchError,
-    "world-mismatch": WorldMismatchError,
     "nothing-left": RestoreError,
     "superseded": SupersededError,
     "busy": RestoreError,
     "unavailable": SidecarUnavailableError,
     "refused": UsageError,
 }
-_BY_NAME = {kind.__name__: kind for kind in (*_BY_CODE.values(), StateMismatchError, UnsupportedLeafError)}
+_BY_NAME = {
+    kind.__name__: kind for kind in (*_BY_CODE.values(), StateMismatchError, UnsupportedLeafError, WorldMismatchError)
+}
 
 
 class _NextRound(Exception):  # noqa: N818 - not an error: the way to the next round
@@ -82,6 +83,8 @@ class Restorer:
     world: World
     launch_id: str
     spec: dict[str, Any]
+    """Of all ranks together, as ``names`` is."""
+    names: Mapping[str, frozenset[str]]
     retry_for_s: float = RETRY_FOR_S
     phase_timeout_s: float = PHASE_TIMEOUT_S
     staged: tuple[wire.StagedShard, ...] = ()
@@ -153,16 +156,13 @@ class Restorer:
         return f"no attempt was opened within {self.retry_for_s:g} s: {last.text}; {cure}"
 
     def _enter(self, attempt: wire.Attempt) -> None:
-        self.session.join(attempt.uid)
-        staged = self.session.wait_for(wire.Staged, uid=attempt.uid, phase="", timeout_s=self.phase_timeout_s)
-        if not isinstance(staged, wire.Staged):
-            raise self._end(attempt, staged, "staging the shards")
-        self.staged = staged.shards
-        loaded = self._checked(attempt, staged)
+        source = StagedSource(attempt=attempt, ask=lambda number, wants: self._stage(attempt, number, wants))
+        found = self._checked(attempt, source)
+        self.staged = tuple(source.shards[rank] for rank in sorted(source.shards))
         self._agree(attempt, "staged")
         try:
-            if loaded is not None:
-                apply(loaded)
+            if found is not None:
+                self._apply(attempt, found)
         except Exception as error:
             self._say(attempt, "applied", ok=False, reason=repr(error), misfit=True)
             raise RestoreError(f"applying step {attempt.from_step} failed: {error!r}; this process must end") from error
@@ -171,20 +171,42 @@ class Restorer:
             return
         raise RestoreError(f"attempt {attempt.number} failed while it was applied; this process must end")
 
-    def _checked(self, attempt: wire.Attempt, staged: wire.Staged) -> Loaded | None:
+    def _stage(self, attempt: wire.Attempt, number: int, wants: tuple[wire.Want, ...]) -> tuple[wire.StagedShard, ...]:
+        """Return what the sidecar has staged of the attempt's source for this rank."""
+        self.session.join(wire.Join(attempt_uid=attempt.uid, ask=number, wants=wants))
+        staged = self.session.wait_for(wire.Staged, uid=attempt.uid, phase=str(number), timeout_s=self.phase_timeout_s)
+        if not isinstance(staged, wire.Staged):
+            raise self._end(attempt, staged, "staging the shards")
+        return staged.shards
+
+    def _checked(self, attempt: wire.Attempt, source: StagedSource) -> Fit | None:
         """Return the checked state, None for a fresh start."""
         if attempt.source == "fresh":
+            source.join()
             return None
         try:
-            images = _opened_images(staged, attempt, rank=self.world.rank)
-        except (OSError, StateMismatchError) as error:  # the source's fault: another one may do
+            return fit(self.parts, source, self.names, rank=self.world.rank, world=self.world.size)
+        except SourceError as error:  # the source's fault: another one may do
             self._say(attempt, "staged", ok=False, reason=str(error))
             raise _NextRound(str(error)) from error
-        try:
-            return check(self.parts, images, rank=self.world.rank, world=self.world.size)
         except UsageError as error:  # the trainer's fault: no other source would fit
             self._say(attempt, "staged", ok=False, reason=str(error), misfit=True)
             raise
+
+    def _apply(self, attempt: wire.Attempt, found: Fit) -> None:
+        apply(found.loaded)
+        for note in found.notes:
+            logger.warning("step %d was saved in another layout: %s", attempt.from_step, note)
+        if "rng" in found.loaded.left:
+            # No rank of the checkpoint had this rank's streams: they begin anew, each rank's different from all others.
+            devices = devices_of(found.loaded.model)
+            rng.derive_streams(attempt.job_uid, step=attempt.from_step, rank=self.world.rank, devices=devices)
+            logger.warning(
+                "step %d was saved by %d ranks, not %d: random streams are derived from job, step and rank",
+                attempt.from_step,
+                attempt.source_world,
+                self.world.size,
+            )
 
     def _agree(self, attempt: wire.Attempt, phase: str) -> None:
         """Say that this rank has finished a phase and wait until all have."""
@@ -208,19 +230,3 @@ class Restorer:
                     f"the sidecar said nothing for {self.phase_timeout_s:g} s while {doing} "
                     f"(attempt {attempt.number}; {self.session.trouble})"
                 )
-
-
-def _opened_images(staged: wire.Staged, attempt: wire.Attempt, *, rank: int) -> dict[int, Image]:
-    images = {shard.rank: Image(Path(shard.path), shard.bytes) for shard in staged.shards}
-    if rank not in images:
-        raise StateMismatchError(f"the sidecar staged no shard of rank {rank}")
-    for number, image in images.items():
-        _check_identity(image, number, attempt)
-    return images
-
-
-def _check_identity(image: Image, rank: int, attempt: wire.Attempt) -> None:
-    expected = {"job_uid": attempt.job_uid, "step": str(attempt.from_step), "rank": str(rank)}
-    found = {key: image.metadata.get(key) for key in expected}
-    if found != expected:
-        raise StateMismatchError(f"{image.path}: staged as {expected} and says that it is {found}")

@@ -69,11 +69,16 @@ class Session:
         self._open = request
         self._channel.send(request)
 
-    def join(self, attempt_uid: str) -> None:
-        """Say which attempt this rank is in."""
+    def join(self, join: wire.Join) -> None:
+        """Say which attempt this rank is in, and what it wants of its source.
+
+        Raises:
+            wire.WireError: the list is too long to be sent.
+        """
+        wire.encode(join)
         self._open, self._verdict, self.superseded = None, None, ""
-        self._join = wire.Join(attempt_uid=attempt_uid)
-        self._channel.send(self._join)
+        self._join = join
+        self._channel.send(join)
 
     def verdict(self, verdict: wire.Verdict) -> None:
         """Say what came of a phase."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from toprope.trainer_hooks.modules import ModelState, model_state, optimizer_names
+from toprope.trainer_hooks.optimizers import with_state
 from toprope.trainer_hooks.state import Parts
 
 
@@ -22,7 +23,7 @@ def spec_of(parts: Parts) -> dict[str, Any]:
     for section, optimizer in parts.optimizers().items():
         names = optimizer_names(optimizer, model.params)
         spec[section] = {
-            "class": type(optimizer).__qualname__,
+            "class": type(with_state(optimizer)).__qualname__,
             "groups": [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups],
         }
     return spec

@@ -10,8 +10,10 @@ One conversation::
     sidecar  WELCOME                                 which node, which memory
     hook     OPEN      (rank 0, after the gather)    asks for an attempt; the same launch_id and round, the same answer
     sidecar  ATTEMPT | ERROR                         the decision (rank 0 broadcasts it to the other ranks)
-    hook     JOIN      (every rank)                  "I am in this attempt": the sidecar stages what the node needs
-    sidecar  STAGED                                  verified shards, mapped read-only by the hook
+    hook     JOIN      (every rank)                  "I am in this attempt", and what it needs of which shards: at first
+                                                     its own shard, or of each the header and document; when it has read
+                                                     those, again with the next ``ask`` and the tensors that it needs
+    sidecar  STAGED                                  what the newest JOIN wants, verified, mapped read-only by the hook
     hook     VERDICT   staged                        names, shapes and dtypes fit
     sidecar  GO        staged                        so say all ranks: apply
     hook     VERDICT   applied
@@ -23,7 +25,7 @@ One conversation::
     hook     BYE
 
 A connection that ends is made again, and begins with all that the sidecar must know: HELLO, then as far as they have
-been said OPEN (while it is unanswered) or JOIN and the newest VERDICT, SIZE, and SEALED of each slot that has not been
+been said OPEN (while it is unanswered) or the newest JOIN and VERDICT, SIZE, and SEALED of each slot that has not been
 lent again since. All of these may be heard twice. A launch that restores again in the same process asks with the next
 ``round``; only a source whose attempt failed before all had applied it is struck off by that.
 """
@@ -67,7 +69,7 @@ class Schedule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagedShard:
-    """One verified shard image, a file that the hook maps read-only.
+    """One verified shard image, a file that the hook maps read-only; of it only what was wanted need be there.
 
     ``bytes`` is the exact image length, ``digest`` its XXH3-128 in hex; ``tier`` and ``node`` say where it came from.
     """
@@ -78,6 +80,18 @@ class StagedShard:
     digest: str
     tier: str
     node: str
+
+
+ALL = "*"
+"""Among the tensors of a ``Want``: all of them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Want:
+    """What a rank needs of the shard of ``rank``: header and document, and the tensors of these names."""
+
+    rank: int
+    tensors: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,10 +121,12 @@ class Open:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Join:
-    """Hook: this rank is in the attempt; stage what it needs to begin at the attempt's source."""
+    """Hook: this rank is in the attempt; stage what it wants. ``ask`` counts what it asked for in this attempt."""
 
     kind: ClassVar[str] = "JOIN"
     attempt_uid: str
+    ask: int = 1
+    wants: tuple[Want, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,7 +194,10 @@ class Welcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempt:
-    """Sidecar: the attempt that answers OPEN. ``source`` is ``fresh``, ``ready`` or ``held``; fresh has from_step 0."""
+    """Sidecar: the attempt that answers OPEN. ``source`` is ``fresh``, ``ready`` or ``held``; fresh has from_step 0.
+
+    ``source_world``: how many ranks saved the source.
+    """
 
     kind: ClassVar[str] = "ATTEMPT"
     job_uid: str
@@ -187,6 +206,7 @@ class Attempt:
     launch_id: str
     round: int
     source: str
+    source_world: int
     from_step: int
     schedule: Schedule
     why: str = ""
@@ -194,10 +214,11 @@ class Attempt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Staged:
-    """Sidecar: the shards of the attempt's source that this rank may read; empty when the attempt starts fresh."""
+    """Sidecar: what JOIN number ``ask`` wanted of the attempt's source; empty when the attempt starts fresh."""
 
     kind: ClassVar[str] = "STAGED"
     attempt_uid: str
+    ask: int
     shards: tuple[StagedShard, ...]
 
 
@@ -251,7 +272,6 @@ ERROR_CODES = frozenset(
         "busy",  # a live world holds the current attempt: ask again
         "unavailable",  # the coordinator or the log can't be reached: ask again
         "spec-mismatch",  # the job was started with another spec; text holds the diff
-        "world-mismatch",  # the source was saved by another number of ranks; text holds both
         "nothing-left",  # checkpoints exist and none can be restored; text lists what was tried
         "superseded",  # a later attempt has been opened
         "refused",  # this connection is not wanted: wrong job, wrong version, rank taken; text says which
@@ -271,6 +291,7 @@ _FRAMES: dict[str, type[Any]] = {
 }
 _NESTED: dict[tuple[str, str], type[Any]] = {
     ("OPEN", "world"): Member,
+    ("JOIN", "wants"): Want,
     ("STAGED", "shards"): StagedShard,
     ("ATTEMPT", "schedule"): Schedule,
     ("DESIRED", "schedule"): Schedule,
@@ -280,7 +301,8 @@ _NESTED: dict[tuple[str, str], type[Any]] = {
 def answers(frame: FromSidecar, kind: type[FromSidecar], *, uid: str, phase: str) -> bool:
     """Say whether a frame ends the wait for one of ``kind``: that frame, or the GO or ERROR that comes in its stead.
 
-    ``uid`` is that of the attempt, or for ATTEMPT the launch id; ``phase`` counts for GO only.
+    ``uid`` is that of the attempt, or for ATTEMPT the launch id; ``phase`` counts for GO, and for STAGED it is the
+    number of the ask.
     """
     match frame:
         case Error():
@@ -288,7 +310,7 @@ def answers(frame: FromSidecar, kind: type[FromSidecar], *, uid: str, phase: str
         case Attempt():
             return kind is Attempt and frame.launch_id == uid
         case Staged():
-            return kind is Staged and frame.attempt_uid == uid
+            return kind is Staged and frame.attempt_uid == uid and str(frame.ask) == phase
         case Go():
             return frame.attempt_uid == uid and (not frame.ok or (kind is Go and frame.phase == phase))
         case _:
@@ -347,7 +369,9 @@ def _value(kind: str, name: str, value: object) -> object:
     if nested is None:
         return value
     if isinstance(value, list):
-        return tuple(nested(**item) for item in value)
+        return tuple(
+            nested(**{key: tuple(one) if isinstance(one, list) else one for key, one in item.items()}) for item in value
+        )
     if isinstance(value, dict):
         return nested(**value)
     raise WireError(f"{kind}.{name} is {type(value).__name__}")
@@ -364,5 +388,7 @@ def _check_types(built: Any) -> None:  # noqa: ANN401 - any frame or value in it
         if wanted is not None and type(value) is not wanted:
             raise WireError(f"{type(built).__name__}.{field.name} is {value!r}; expected {field.type}")
         for item in value if isinstance(value, tuple) else (value,):
-            if isinstance(item, (Member, StagedShard, Schedule)):
+            if isinstance(item, (Member, StagedShard, Schedule, Want)):
                 _check_types(item)
+            if isinstance(built, Want) and field.name == "tensors" and type(item) is not str:
+                raise WireError(f"Want.tensors has {item!r}; expected text")

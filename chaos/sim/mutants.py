@@ -122,7 +122,7 @@ def _with_flying(before: Any) -> Any:  # noqa: ANN401 - stands in for any functi
 
 
 def _any_staged(_before: Any) -> Any:  # noqa: ANN401 - stands in for any function
-    def complete(self: Any, attempt: Any) -> bool:  # noqa: ANN401 - as RestoreBook.complete
+    def complete(self: Any, attempt: Any, _trainer: Any) -> bool:  # noqa: ANN401 - as RestoreBook.complete
         return self.attempt_uid == attempt.uid and bool(self.staged or not attempt.restore)
 
     return complete

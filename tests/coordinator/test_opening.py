@@ -185,15 +185,18 @@ def test_another_spec_is_refused_with_the_difference() -> None:
     assert reign.core.log_view.spec == SPEC
 
 
-def test_another_world_size_is_refused_with_both_numbers_once_something_was_saved() -> None:
-    reign = training()
-    reign.hold(2)
-    reign.end_trainers()
-    answer = reign.ask("a", "b", "a", launch_id=OTHER)
-    assert code(answer) == "world-mismatch"
-    assert answer is not None
-    assert "2 ranks" in answer.text
-    assert "has 3" in answer.text
+def test_another_world_begins_from_what_the_world_before_it_saved() -> None:
+    """Each step has as many shards as the attempt had ranks; the new one need not have so many."""
+    for count in (1, 3):
+        reign = training()
+        reign.hold(2)
+        reign.end_trainers()
+        answer = reign.ask(*"aba"[:count], launch_id=OTHER)
+        assert answer is not None
+        assert answer.attempt is not None
+        assert (answer.attempt.source, answer.attempt.from_step) == ("held", 2)
+        assert [shard.rank for shard in answer.attempt.restore] == [0, 1]
+        assert len(answer.attempt.world) == count
 
 
 def test_another_world_size_is_fine_while_nothing_was_saved() -> None:

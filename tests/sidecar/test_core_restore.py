@@ -22,6 +22,7 @@ WANTED = RestoreShard(
         Source(tier="object", key="k"),
     ),
 )
+JOIN = wire.Join(attempt_uid=NEW, ask=1, wants=(wire.Want(rank=0, tensors=(wire.ALL,)),))
 STAGED = wire.StagedShard(rank=0, path="/p", bytes=50, digest=shard(1).digest, tier="peer", node="b")
 
 
@@ -31,7 +32,7 @@ def opened(phase: str = "opened") -> Driver:
     driver.want()
     driver.hello(launch_id="bb")
     reopen(driver, phase)
-    driver.frame(wire.Join(attempt_uid=NEW))
+    driver.frame(JOIN)
     return driver
 
 
@@ -58,7 +59,7 @@ def test_each_shard_is_staged_once_by_the_ways_of_the_decision() -> None:
         Way(kind="object", tier="object", key="k"),
     )
     driver.hello(connection=2, launch_id="bb", rank=1, world=2)
-    driver.frame(wire.Join(attempt_uid=NEW), connection=2)
+    driver.frame(JOIN, connection=2)
     assert driver.all(do.Stage) == []
 
 
@@ -70,13 +71,59 @@ def test_own_copies_of_that_digest_come_first_nearest_first() -> None:
     driver.on(on.SpareSeen(rank=0, spare=1, shard=shard(1, digest="f" * 32)))
     reopen(driver, "opened")
     driver.hello(connection=2, launch_id="bb")
-    driver.frame(wire.Join(attempt_uid=NEW), connection=2)
+    driver.frame(JOIN, connection=2)
     (stage,) = driver.all(do.Stage)
     assert [(way.kind, way.tier, way.path) for way in stage.ways[:2]] == [
         ("here", "memory", "/slots/0/0"),
         ("here", "local", "/l/1"),
     ]
     assert [way.kind for way in stage.ways[2:]] == ["node", "object"], "a copy of another digest is no way"
+
+
+def wants(*tensors: str) -> tuple[wire.Want, ...]:
+    return (wire.Want(rank=0, tensors=tensors),)
+
+
+def test_only_what_the_ranks_of_this_node_want_is_staged_together_and_once() -> None:
+    driver = Driver()
+    driver.want()
+    driver.hello(launch_id="bb")
+    driver.hello(connection=2, launch_id="bb", rank=1, world=2)
+    reopen(driver, "opened")
+    driver.frame(wire.Join(attempt_uid=NEW, ask=1))
+    assert driver.all(do.Stage) == [], "nothing is wanted"
+    assert [staged.shards for staged in driver.sent(wire.Staged)] == [()]
+    driver.frame(wire.Join(attempt_uid=NEW, ask=2, wants=wants("a")))
+    (first,) = driver.all(do.Stage)
+    assert (first.tensors, first.part) == (frozenset({"a"}), 1)
+    driver.frame(wire.Join(attempt_uid=NEW, ask=1, wants=wants("b")), connection=2)
+    assert driver.all(do.Stage) == [], "one at a time"
+    driver.on(on.ShardStaged(attempt_uid=NEW, shard=STAGED, tensors=frozenset({"a"})))
+    assert driver.sent(wire.Staged) == [wire.Staged(attempt_uid=NEW, ask=2, shards=(STAGED,))]
+    (second,) = driver.all(do.Stage)
+    assert (second.tensors, second.part) == (frozenset({"a", "b"}), 2), "into another file: the first one is being read"
+    driver.on(on.ShardStaged(attempt_uid=NEW, shard=STAGED, tensors=frozenset({"a", "b"})))
+    assert driver.sent(wire.Staged, connection=2) == [wire.Staged(attempt_uid=NEW, ask=1, shards=(STAGED,))]
+    driver.frame(wire.Join(attempt_uid=NEW, ask=3, wants=wants("b")))
+    assert driver.all(do.Stage) == [], "it is here"
+    assert driver.sent(wire.Staged) == [wire.Staged(attempt_uid=NEW, ask=3, shards=(STAGED,))]
+
+
+def test_a_shard_that_is_here_whole_serves_every_want_and_all_of_it_is_asked_for_once() -> None:
+    driver = opened()
+    (stage,) = driver.all(do.Stage)
+    assert stage.tensors == {wire.ALL}
+    driver.on(on.ShardStaged(attempt_uid=NEW, shard=STAGED))
+    for ask, tensors in ((2, ("a",)), (3, (wire.ALL,)), (4, ())):
+        driver.frame(wire.Join(attempt_uid=NEW, ask=ask, wants=wants(*tensors)))
+        assert driver.all(do.Stage) == []
+        assert driver.sent(wire.Staged) == [wire.Staged(attempt_uid=NEW, ask=ask, shards=(STAGED,))]
+
+
+def test_a_rank_that_the_source_does_not_have_is_not_waited_for() -> None:
+    driver = opened()
+    driver.frame(wire.Join(attempt_uid=NEW, ask=2, wants=(wire.Want(rank=7),)))
+    assert [staged.shards for staged in driver.sent(wire.Staged)] == [()]
 
 
 def test_nothing_is_staged_before_a_rank_has_joined() -> None:
@@ -90,7 +137,7 @@ def test_the_trainer_goes_step_by_step_as_all_ranks_do() -> None:
     driver = opened()
     assert driver.sent(wire.Staged) == []
     driver.on(on.ShardStaged(attempt_uid=NEW, shard=STAGED))
-    assert driver.sent(wire.Staged) == [wire.Staged(attempt_uid=NEW, shards=(STAGED,))]
+    assert driver.sent(wire.Staged) == [wire.Staged(attempt_uid=NEW, ask=1, shards=(STAGED,))]
     driver.frame(wire.Verdict(attempt_uid=NEW, phase="staged", ok=True))
     assert driver.sent(wire.Go) == []
     verdict = driver.inventory.ranks[0].verdict
@@ -155,7 +202,7 @@ def test_an_attempt_that_was_replaced_before_it_was_heard_of_here_does_not_keep_
     driver.want()
     driver.hello(launch_id="bb")
     reopen(driver, "opened", uid="3c" * 16, number=3)
-    driver.frame(wire.Join(attempt_uid=NEW))
+    driver.frame(JOIN)
     for _ in range(2):
         driver.on(on.DesiredConfirmed())
         assert driver.sent(wire.Go) == []
@@ -168,7 +215,7 @@ def test_while_a_trainer_waits_for_its_attempt_the_coordinator_is_asked() -> Non
     driver.want()
     driver.tick(10.0)
     driver.hello(launch_id="bb")
-    driver.frame(wire.Join(attempt_uid=NEW))
+    driver.frame(JOIN)
     assert driver.all(do.FetchDesired) == [do.FetchDesired()]
     driver.tick(0.1)
     assert driver.all(do.FetchDesired) == [], "but not without pause"

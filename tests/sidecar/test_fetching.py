@@ -21,8 +21,11 @@ from toprope.sidecar.object_tier import read_back
 from toprope.sidecar.ports import PeerError
 from toprope.sidecar.staging import Stager, StagingError
 from toprope.sidecar.values import Way
-from toprope.store.names import Key
+from toprope.store.manifest import encode, sha256
+from toprope.store.names import Key, index_key, shard_key
+from toprope.store.shard import hash_image, index_of
 from toprope.trainer_hooks.slot import Page, SlotState, write_page
+from toprope.trainer_hooks.wire import ALL
 
 UID, NEW = "1a" * 16, "2b" * 16
 BODY = image(attempt=1, attempt_uid=UID, step=1, rank=0, world=1, payload=4096, job_uid="0b" * 16)
@@ -67,40 +70,98 @@ def wrong(body: bytes) -> bytes:
 def staging(memory: Memory, peers: FakePeers, objects: FakeStore, *ways: Way) -> Callable[[], tuple[str, bytes]]:
     """Return a function that stages, and gives the tier that the shard came from and its bytes."""
     shard = RestoreShard(rank=0, bytes=len(BODY), digest=DIGEST, sources=())
-    request = Stage(attempt_uid=NEW, source_attempt_uid=UID, step=1, shard=shard, ways=ways)
+    request = Stage(
+        attempt_uid=NEW, source_attempt_uid=UID, step=1, shard=shard, ways=ways, tensors=frozenset({ALL}), part=1
+    )
     stager = Stager(memory=memory, peers=peers, objects=objects, doubt=lambda *_: None)
 
     def stage() -> tuple[str, bytes]:
-        staged = stager.stage(request)
+        staged = stager.stage(request).shard
         return staged.tier, Path(staged.path).read_bytes()[: staged.bytes]
 
     return stage
 
 
+def test_of_an_object_only_the_tensors_that_are_wanted_are_fetched_each_checked_by_its_own_digest(
+    memory: Memory,
+) -> None:
+    def stage(objects: FakeStore, *tensors: str) -> tuple[frozenset[str], bytes]:
+        shard = RestoreShard(rank=0, bytes=len(BODY), digest=DIGEST, sources=())
+        request = Stage(
+            attempt_uid=NEW,
+            source_attempt_uid=UID,
+            step=1,
+            shard=shard,
+            ways=(OBJECT,),
+            tensors=frozenset(tensors),
+            part=1,
+        )
+        staged = Stager(memory=memory, peers=FakePeers(), objects=objects, doubt=lambda *_: None).stage(request)
+        return staged.tensors, Path(staged.shard.path).read_bytes()
+
+    (weight, document) = STORED.tensors
+    assert weight.end - weight.begin == 4096
+    tensors, found = stage(stored(wrong(BODY)))  # what is wrong is in a tensor that nobody wants
+    assert tensors == frozenset()
+    assert found[: weight.begin] == BODY[: weight.begin]
+    assert found[weight.begin : weight.end] == bytes(4096)
+    assert found[document.begin :] == BODY[document.begin :]
+    tensors, found = stage(stored(BODY), weight.name)
+    assert (tensors, found) == (frozenset({weight.name}), BODY)
+    with pytest.raises(StagingError, match=f"its tensor {weight.name} has digest .*; expected {weight.digest}"):
+        stage(stored(wrong(BODY)), weight.name)
+    with pytest.raises(StagingError, match=f"its header has digest .*; expected {STORED.head.digest}"):
+        stage(stored(bytes([BODY[0] ^ 1]) + BODY[1:]))
+
+
 PEER = Way(kind="node", tier="peer", node="b", url="http://b")
-OBJECT = Way(kind="object", tier="object", key="k")
+STORED = index_of(
+    hash_image(memoryview(BODY), name="k"),
+    key=shard_key("job", attempt=1, step=1, rank=0, world=1, nonce="0a"),
+)
+INDEX = index_key("job", attempt=1, step=1, rank=0, world=1, sha256=sha256(encode(STORED)))
+OBJECT = Way(kind="object", tier="object", key=INDEX)
+
+
+def stored(body: bytes) -> FakeStore:
+    """A store with these bytes in the place of the shard."""
+    objects = FakeStore()
+    objects.create(Key(STORED.files[0].key), body)
+    objects.create(INDEX, encode(STORED))
+    return objects
 
 
 def test_wrong_bytes_of_a_peer_are_not_staged_and_the_next_way_is_tried(memory: Memory) -> None:
-    peers, objects = FakePeers({"http://b": wrong(BODY)}), FakeStore()
-    objects.create(Key("k"), BODY)
+    peers, objects = FakePeers({"http://b": wrong(BODY)}), stored(BODY)
     assert staging(memory, peers, objects, PEER, OBJECT)() == ("object", BODY)
     peers.served["http://b"] = BODY
     assert staging(memory, peers, objects, PEER, OBJECT)() == ("peer", BODY)
 
 
 def test_wrong_bytes_of_the_object_store_are_not_staged(memory: Memory) -> None:
-    objects = FakeStore()
-    objects.create(Key("k"), wrong(BODY))
-    with pytest.raises(StagingError, match=r"peer of b: .*away; object k: its digest is .*; expected "):
+    objects = stored(wrong(BODY))
+    with pytest.raises(StagingError, match=r"peer of b: .*away; object job/shards.*: its digest is .*; expected "):
         staging(memory, FakePeers(), objects, PEER, OBJECT)()
+    objects.objects[INDEX] += b" "
+    with pytest.raises(StagingError, match=r"index.json: SHA-256 is .*, expected "):
+        staging(memory, FakePeers(), objects, PEER, OBJECT)()
+
+
+def test_an_index_of_another_image_is_not_staged(memory: Memory) -> None:
+    longer = image(attempt=1, attempt_uid=UID, step=1, rank=0, world=1, payload=8192, job_uid="0b" * 16)
+    other = index_of(hash_image(memoryview(longer), name="k"), key=Key(STORED.files[0].key))
+    key = index_key("job", attempt=1, step=1, rank=0, world=1, sha256=sha256(encode(other)))
+    objects = stored(longer)
+    objects.create(key, encode(other))
+    with pytest.raises(StagingError, match=f"its image has {len(longer)} bytes; expected {len(BODY)}"):
+        staging(memory, FakePeers(), objects, Way(kind="object", tier="object", key=key))()
 
 
 def test_staged_files_of_other_attempts_go_and_those_of_the_current_stay(memory: Memory) -> None:
     for uid in (UID, NEW):
-        memory.staged(uid, 0).write_bytes(b"x")
+        memory.staged(uid, 0, 1).write_bytes(b"x")
     memory.drop_staged(keep=NEW)
-    assert [path.name for path in (memory.root / "stage").iterdir()] == [memory.staged(NEW, 0).name]
+    assert [path.name for path in (memory.root / "stage").iterdir()] == [memory.staged(NEW, 0, 1).name]
     memory.drop_staged(keep="")
     assert list((memory.root / "stage").iterdir()) == []
 

@@ -98,7 +98,7 @@ def test_a_shard_that_nobody_has_is_a_verdict_that_says_what_was_tried(nodes: Ma
     node.start()
     copy = Copy(attempt=1, attempt_uid="1a", step=3, rank=0, world=1, tier="peer", bytes=100, digest="0" * 32)
     with restart(node, stub, copy, Source(tier="object", key="job/none.safetensors")) as trainer:
-        trainer.send(wire.Join(attempt_uid=f"{2:032x}"))
+        trainer.send(wire.Join(attempt_uid=f"{2:032x}", wants=(wire.Want(rank=0),)))
         inventory = stub.wait("a", lambda i: any(r.verdict is not None for r in i.ranks), what="verdict")
         verdict = inventory.ranks[0].verdict
         assert verdict is not None

@@ -62,6 +62,8 @@ class FakeSidecar:
         self.refuse_open: Callable[[wire.Open], wire.Error | None] = lambda _: None
         self.spoil_staged: Callable[[Round], str] = lambda _: ""
         self.images: dict[tuple[int, int], bytes] = {}
+        self.worlds: dict[int, int] = {}
+        """By how many ranks each step was saved."""
         self.heard: list[wire.FromHook] = []
         self.rounds: list[Round] = []
         self.states: list[tuple[int, SlotState]] = []
@@ -206,7 +208,7 @@ class FakeSidecar:
             case wire.Open():
                 self._open(peer, frame)
             case wire.Join():
-                self._stage(peer, frame.attempt_uid)
+                self._stage(peer, frame)
             case wire.Verdict():
                 self._verdict(self._rank(peer), frame)
             case wire.Size():
@@ -233,7 +235,7 @@ class FakeSidecar:
                 return
         if self.rounds and self.rounds[-1].failed:
             self._struck.add(self.rounds[-1].attempt.from_step)
-        step = self._newest(len(frame.world))
+        step = self._newest()
         attempt = wire.Attempt(
             job_uid=JOB_UID,
             number=len(self.rounds) + 1,
@@ -241,6 +243,7 @@ class FakeSidecar:
             launch_id=frame.launch_id,
             round=frame.round,
             source="held" if step else "fresh",
+            source_world=self.worlds[step] if step else 0,
             from_step=step,
             schedule=wire.Schedule(from_step=step, every=self.every),
             why="test",
@@ -248,15 +251,16 @@ class FakeSidecar:
         self.rounds.append(Round(attempt, len(frame.world)))
         self._send(peer, attempt)
 
-    def _newest(self, world: int) -> int:
+    def _newest(self) -> int:
         steps = {step for step, _ in self.images} - self._struck
-        whole = [step for step in steps if all((step, rank) in self.images for rank in range(world))]
+        whole = [step for step in steps if all((step, rank) in self.images for rank in range(self.worlds[step]))]
         return max(whole, default=0)
 
     def _round(self, uid: str) -> Round:
         return next(known for known in self.rounds if known.attempt.uid == uid)
 
-    def _stage(self, peer: Peer, uid: str) -> None:
+    def _stage(self, peer: Peer, join: wire.Join) -> None:
+        uid = join.attempt_uid
         known = self._round(uid)
         known.failed = known.failed or self.spoil_staged(known)
         if known.failed:
@@ -264,7 +268,7 @@ class FakeSidecar:
             return
         shards = []
         step = known.attempt.from_step
-        for rank in range(known.world if step else 0):
+        for rank in [want.rank for want in join.wants if want.rank < known.attempt.source_world]:
             image = self.images[step, rank]
             path = self.directory / f"staged-{uid}-{rank}"
             path.write_bytes(image)
@@ -278,7 +282,7 @@ class FakeSidecar:
                     node=NODE,
                 )
             )
-        self._send(peer, wire.Staged(attempt_uid=uid, shards=tuple(shards)))
+        self._send(peer, wire.Staged(attempt_uid=uid, ask=join.ask, shards=tuple(shards)))
 
     def _verdict(self, rank: int, frame: wire.Verdict) -> None:
         known = self._round(frame.attempt_uid)
@@ -335,6 +339,7 @@ class FakeSidecar:
             image = file.read(frame.bytes)
         write_page(paths.page, replace(page, state=SlotState.HASHED, digest=xxhash.xxh3_128(image).hexdigest()))
         self.images[frame.step, rank] = image
+        self.worlds[frame.step] = page.world
         self._lent.pop((rank, frame.slot), None)
         if self.lend_again:
             write_page(paths.page, replace(page, state=SlotState.EMPTY))

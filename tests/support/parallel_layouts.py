@@ -68,7 +68,9 @@ def _trainer(models: dict[str, nn.Module], optimizers: dict[str, torch.optim.Opt
             for _, parameter in sorted(model.named_parameters()):
                 parameter.grad = parameter.detach() * 0.5 + 0.25
 
-    schedules = {name: torch.optim.lr_scheduler.ExponentialLR(one, 0.9) for name, one in made.items()}
+    schedules: dict[str, torch.optim.lr_scheduler.LRScheduler] = {
+        name: torch.optim.lr_scheduler.ExponentialLR(one, 0.9) for name, one in made.items()
+    }
     return Trainer(models=models, optimizers=made, forward=forward, schedules=schedules)
 
 
@@ -197,14 +199,22 @@ def full(trainer: Trainer) -> dict[str, Tensor]:
 def _full_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     if isinstance(model, FullyShardedDataParallel):
         options = StateDictOptions(full_state_dict=True)
-        state = get_optimizer_state_dict(model, optimizer, options=options)["state"]
-        params = get_model_state_dict(model, options=options)
-        moments = {f"{name}.{key}": value for name, one in state.items() for key, value in one.items()}
+        whole: Any = get_optimizer_state_dict(model, optimizer, options=options)
+        state = whole["state"]
+        params: dict[str, Any] = get_model_state_dict(model, options=options)
+        filled = {
+            name for name, value in params.items() if value.numel()
+        }  # torch keeps a counter of empty ones, or not
+        moments = {
+            f"{name}.{key}": value for name, one in state.items() if name in filled for key, value in one.items()
+        }
         return {name: value.detach().clone() for name, value in {**params, **moments}.items()}
     inner = optimizer.optim if isinstance(optimizer, ZeroRedundancyOptimizer) else optimizer
     bare = model.module if isinstance(model, DistributedDataParallel) else model
     found = dict(bare.state_dict())
     for name, parameter in bare.named_parameters():
+        if not parameter.numel():
+            continue
         found |= {f"{name}.{key}": value for key, value in inner.state.get(parameter, {}).items()}
     return {name: _joined(value) for name, value in found.items()}
 

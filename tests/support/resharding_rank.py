@@ -14,10 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tests.support.parallel_kinds import JOB
 from tests.support.parallel_layouts import build, full, named
+from tests.support.parallel_rank import end_step
 from tests.support.tiny_trainer import METADATA, open_image, raw, snapshot_file
 from torch import distributed
 
+from toprope.trainer_hooks import Checkpointer, one_line_errors
 from toprope.trainer_hooks.apply import apply
 from toprope.trainer_hooks.errors import UsageError
 from toprope.trainer_hooks.fitting import fit
@@ -69,6 +72,28 @@ def main(arguments: Sequence[str]) -> None:
         ]
         found = {f"{saved} -> {here}": load(Path(out), saved, here) for saved, here in pairs}
         (Path(out) / f"{world}-ranks-rank-{rank}.json").write_text(json.dumps(found))
+    distributed.barrier()
+    os._exit(0)  # DDP must not outlive its process group, nor be let go of before it
+
+
+def train(arguments: Sequence[str]) -> None:
+    """Restore through a sidecar, compare, train two steps on and leave the full tensors. Arguments: ``OUT LAYOUT``."""
+    out, layout = Path(arguments[0]), arguments[1]
+    with one_line_errors():
+        distributed.init_process_group("gloo", timeout=timedelta(seconds=60))
+        trainer = build(layout)
+        checkpointer = Checkpointer(job=JOB, **named(trainer))
+        step = checkpointer.restore()
+        wrong = _differences(full(trainer), open_image(out / f"full-{step}")) if step else ""
+        found = {"step": step, "wrong": wrong, "sources": [[one.rank, one.tier] for one in checkpointer.sources]}
+        (out / f"found-{step}-rank-{distributed.get_rank()}.json").write_text(json.dumps(found))
+        for number in (step + 1, step + 2):
+            trainer.step()
+            end_step(checkpointer, number)
+        whole = full(trainer)
+        if distributed.get_rank() == 0:
+            snapshot_file(out / f"full-{step + 2}", whole)
+        assert checkpointer.close("protected"), "not protected"
     distributed.barrier()
     os._exit(0)  # DDP must not outlive its process group, nor be let go of before it
 

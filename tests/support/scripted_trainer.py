@@ -110,11 +110,12 @@ class ScriptedTrainer:
             if isinstance(frame, kind) and good(frame):
                 return frame
 
-    def join(self, number: int, uid: str) -> wire.Staged:
-        """Join an attempt; return what was staged."""
+    def join(self, number: int, uid: str, *wants: wire.Want, ask: int = 1) -> wire.Staged:
+        """Join an attempt, with the wish for its own shard if there are no others; return what was staged."""
         self.attempt, self.attempt_uid = number, uid
-        self.send(wire.Join(attempt_uid=uid))
-        return self.expect(wire.Staged)
+        whole = wire.Want(rank=self.rank, tensors=(wire.ALL,))
+        self.send(wire.Join(attempt_uid=uid, ask=ask, wants=wants or (whole,)))
+        return self.expect(wire.Staged, lambda staged: staged.ask == ask)
 
     def begin(self, stub: CoordinatorStub, number: int = 1, nodes: dict[int, str] | None = None) -> None:
         """Go through a fresh start of an attempt of which this is the only rank that a test follows."""

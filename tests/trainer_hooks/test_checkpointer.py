@@ -28,7 +28,6 @@ from toprope.trainer_hooks import (
     SupersededError,
     UnsupportedLeafError,
     UsageError,
-    WorldMismatchError,
     restoring,
     saving,
     wire,
@@ -382,7 +381,6 @@ def test_without_a_sidecar_restore_raises_and_fresh_ok_begins_at_0(tmp_path: Pat
     ("code", "error"),
     [
         ("spec-mismatch", SpecMismatchError),
-        ("world-mismatch", WorldMismatchError),
         ("nothing-left", RestoreError),
         ("superseded", SupersededError),
     ],

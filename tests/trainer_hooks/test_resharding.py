@@ -1,0 +1,291 @@
+"""States saved in one layout and restored into another: the planning of it, and every kind into every other."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import pairwise
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.support.source import ROOT
+from tests.support.tiny_trainer import METADATA, open_image, snapshot_file
+from torch import nn
+
+from toprope.chaos.live.forking import ForkServer
+from toprope.chaos.live.processes import become_subreaper
+from toprope.chaos.live.ranks import World
+from toprope.trainer_hooks.apply import apply
+from toprope.trainer_hooks.blocks import Block, gap_in, run_of
+from toprope.trainer_hooks.errors import WorldMismatchError
+from toprope.trainer_hooks.fitting import Fit, fit
+from toprope.trainer_hooks.image import Image
+from toprope.trainer_hooks.names import joined, names_of, union
+from toprope.trainer_hooks.reader import ShardReader, Stored, Target, Whole
+from toprope.trainer_hooks.state import Parts, capture
+
+# Blocks
+
+
+@given(st.lists(st.integers(0, 4), max_size=4), st.data())
+def test_a_run_of_a_flattened_tensor_is_its_elements_in_order(shape: list[int], data: st.DataObject) -> None:
+    count = prod(shape)
+    begin = data.draw(st.integers(0, count))
+    end = data.draw(st.integers(begin, count + 3))
+    whole = torch.arange(count).reshape(shape)
+    taken: list[int] = []
+    for block in run_of(shape, begin, end):
+        assert block.begin == len(taken)
+        box = tuple(slice(at, at + size) for at, size in zip(block.offsets, block.sizes, strict=True))
+        taken += whole[box].reshape(-1).tolist()
+    assert taken == list(range(begin, min(end, count)))
+
+
+@given(st.lists(st.integers(1, 5), min_size=1, max_size=3), st.data())
+def test_pieces_of_any_cut_are_joined_in_any_other(shape: list[int], data: st.DataObject) -> None:
+    """Saved in runs, as FSDP1 does, and wanted in runs that begin elsewhere."""
+    count = prod(shape)
+    whole = torch.arange(count, dtype=torch.int32)
+    cuts = [0, *sorted(data.draw(st.lists(st.integers(0, count), max_size=4))), count]
+    saved = {str(n): whole[a:b] for n, (a, b) in enumerate(pairwise(cuts))}
+    stored = tuple(Stored(0, str(n), run_of(shape, a, b)) for n, (a, b) in enumerate(pairwise(cuts)))
+    reader = ShardReader({"w": Whole(torch.int32, tuple(shape), stored)}, lambda _, name: saved[name])
+    begin = data.draw(st.integers(0, count))
+    end = data.draw(st.integers(begin, count))
+    target = Target(tuple(shape), run_of(shape, begin, end), torch.zeros(end - begin, dtype=torch.int32))
+    reader.plan("w", target)
+    assert torch.equal(reader.fill("w", target), whole[begin:end])
+
+
+@pytest.mark.parametrize(
+    ("parts", "problem"),
+    [
+        ([Block((0,), (2,)), Block((2,), (2,))], None),
+        ([Block((0,), (2,))], "the shards hold 2 of the 4 elements at [0]"),
+        ([Block((0,), (3,)), Block((2,), (1,))], "shards hold the same elements twice at [0]"),
+    ],
+)
+def test_what_is_not_there_exactly_once_is_noticed(parts: list[Block], problem: str | None) -> None:
+    assert gap_in(Block((0,), (4,)), parts) == problem
+
+
+# Documents of several ranks, saved in one process
+
+
+class Files:
+    """Shards as files, of which ``fit`` may ask for all."""
+
+    def __init__(self, paths: list[Path]) -> None:
+        self.paths, self.world = paths, len(paths)
+
+    def whole(self, rank: int) -> Image:
+        return open_image(self.paths[rank])
+
+    def heads(self, ranks: Iterable[int]) -> Mapping[int, Image]:
+        return {rank: open_image(self.paths[rank]) for rank in ranks}
+
+    def with_tensors(self, names: Mapping[int, set[str]]) -> Mapping[int, Image]:
+        return self.heads(names)
+
+
+def saved(directory: Path, ranks: list[dict[str, Any]]) -> Files:
+    """Save the parts of each rank of a world that is this process alone."""
+    paths = []
+    for rank, parts in enumerate(ranks):
+        snapshot = capture(Parts(**parts), rank=rank, world=len(ranks))
+        metadata = METADATA | {"rank": str(rank), "world": str(len(ranks))}
+        path = directory / f"{rank}"
+        paths.append(snapshot_file(path, snapshot.tensors, snapshot.document, metadata, snapshot.pieces))
+    return Files(paths)
+
+
+def fitted(source: Files, *, rank: int = 0, world: int = 1, **parts: Any) -> Fit:  # noqa: ANN401 - parts of a trainer
+    names = union([names_of(Parts(**parts))])
+    return fit(Parts(**parts), source, names, rank=rank, world=world)
+
+
+def linear(value: float, rows: int = 2) -> nn.Linear:
+    layer = nn.Linear(4, rows, bias=False)
+    nn.init.constant_(layer.weight, value)
+    return layer
+
+
+@pytest.mark.fault("B144")
+@pytest.mark.parametrize("world", [1, 2])
+def test_blocks_that_nothing_describes_are_refused_and_not_joined_in_some_order(tmp_path: Path, world: int) -> None:
+    """Each of four ranks has two gate rows above two up rows: to stack the ranks' rows would interleave them."""
+    source = saved(tmp_path, [{"model": linear(float(rank), rows=4)} for rank in range(4)])
+    for rows in (4, 16 // world):
+        live = linear(9.0, rows=rows)
+        with pytest.raises(WorldMismatchError, match=r"model\.weight: .*saved by 4 ranks, no mesh.*'ckpt export'"):
+            fitted(source, world=world, model=live)
+        assert bool((live.weight == 9).all()), "nothing was written"
+
+
+def test_what_is_the_same_on_all_ranks_has_a_place_on_any_number_of_them(tmp_path: Path) -> None:
+    source = saved(tmp_path, [{"model": linear(3.0), "extra": {"best": 0.5, "t": torch.ones(2)}}] * 3)
+    live = linear(9.0)
+    extra: dict[str, Any] = {"best": 9.0, "t": torch.zeros(2)}
+    found = fitted(source, model=live, extra=extra)
+    apply(found.loaded)
+    assert bool((live.weight == 3).all())
+    assert extra["best"] == 0.5
+    assert torch.equal(extra["t"], torch.ones(2))
+    assert "rng" in found.loaded.left
+
+
+@pytest.mark.parametrize(
+    ("extras", "said"),
+    [
+        ([{"best": 1}, {"best": 2}], "extra.best: 1 on rank 0 and 2 on rank 1 of the checkpoint"),
+        (
+            [{"t": torch.ones(2)}, {"t": torch.zeros(2)}],
+            "extra.t: plain tensors on ranks 0 and 1 of the checkpoint that",
+        ),
+        ([{"t": torch.ones(2)}, {"t": torch.ones(3)}], "extra.t: stored in different ways"),
+    ],
+)
+def test_what_differs_between_ranks_is_refused_by_name(tmp_path: Path, extras: list[dict[str, Any]], said: str) -> None:
+    source = saved(tmp_path, [{"model": linear(3.0), "extra": extra} for extra in extras])
+    live = linear(9.0)
+    with pytest.raises(WorldMismatchError, match=said):
+        fitted(source, model=live, extra={})
+    assert bool((live.weight == 9).all()), "nothing was written"
+
+
+def test_buffers_that_differ_are_those_of_the_first_rank_and_that_is_said(tmp_path: Path) -> None:
+    models = [nn.BatchNorm1d(2), nn.BatchNorm1d(2)]
+    for value, model in enumerate(models, start=1):
+        nn.init.constant_(model.running_mean, value)  # type: ignore[arg-type]
+    source, live = saved(tmp_path, [{"model": model} for model in models]), nn.BatchNorm1d(2)
+    found = fitted(source, model=live)
+    apply(found.loaded)
+    assert torch.equal(live.running_mean, torch.ones(2))  # type: ignore[arg-type]
+    assert found.notes == ("model.running_mean differs between ranks: that of rank 0 is taken, as DDP does",)
+
+
+def test_keys_are_checked_for_all_ranks_together(tmp_path: Path) -> None:
+    source = saved(tmp_path, [{"model": {"a": linear(1.0)}}, {"model": {"b": linear(2.0)}}])
+    live = {"a": linear(9.0)}
+    with pytest.raises(WorldMismatchError, match=r"model\.b\.weight: in the checkpoint, unexpected here"):
+        fitted(source, model=live)
+    with pytest.raises(WorldMismatchError, match=r"model\.c\.weight: missing in the checkpoint"):
+        fitted(source, model={"a": linear(9.0), "b": linear(9.0), "c": linear(9.0)})
+    both = {"a": linear(9.0), "b": linear(9.0)}
+    apply(fitted(source, model=both).loaded)
+    assert [float(model.weight[0, 0].detach()) for model in both.values()] == [1.0, 2.0]
+
+
+class Position:
+    """Where a rank is in its data."""
+
+    def __init__(self, at: int) -> None:
+        self.at = at
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+def test_a_position_in_the_data_that_all_ranks_share_is_restored_and_one_of_its_own_is_left_alone(
+    tmp_path: Path,
+) -> None:
+    for places, expected, said in (((7, 7), 7, "is restored as all ranks had it"), ((7, 8), 0, "is not restored")):
+        source = saved(tmp_path, [{"model": linear(1.0), "dataloader": Position(at)} for at in places])
+        live = Position(0)
+        found = fitted(source, model=linear(9.0), dataloader=live)
+        apply(found.loaded)
+        assert live.at == expected
+        assert said in found.notes[0]
+
+
+def test_the_spec_of_a_pipeline_is_that_of_all_its_stages_whoever_has_them() -> None:
+    def stage(name: str) -> dict[str, Any]:
+        return {"model": {"class": {name: "M"}, "params": {name: ["float32", [1]]}}, "optimizer": {"groups": [[name]]}}
+
+    whole = joined([stage("a"), stage("b")])
+    assert whole == joined([stage("b"), stage("a")])
+    assert whole["model"]["params"] == {"a": ["float32", [1]], "b": ["float32", [1]]}
+    assert whole["optimizer"]["groups"] == [["a", "b"]]
+
+
+# Every kind into every other, on real ranks
+
+MLP = ("ddp", "ddp+zero1", "fsdp1", "fsdp2", "hsdp")
+BLOCKS = ("tp+sp", "fsdp2xtp", "blocks-ddp", "blocks-fsdp1", "blocks-fsdp2")
+STAGES = ("pipeline", "pipelinexfsdp2")
+ODD = ("odd-ddp", "odd-fsdp1", "odd-fsdp2")
+SAVED = (*MLP, "fsdp1-flat", *BLOCKS[:2], *STAGES, *ODD, "normed-ddp", "expert")
+INTO: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(MLP, MLP),
+    **dict.fromkeys(BLOCKS[:2], BLOCKS),
+    **dict.fromkeys(STAGES, STAGES),
+    **dict.fromkeys(ODD, ODD),
+    "fsdp1-flat": ("fsdp1-flat",),
+    "normed-ddp": ("normed-ddp", "normed-fsdp2"),
+    "expert": ("expert",),
+}
+"""A pipeline can be laid out in two ways, and flattened parameters and experts of a rank's own in one."""
+
+
+@pytest.fixture(scope="module")
+def warm() -> Iterator[ForkServer]:
+    become_subreaper()
+    with ForkServer(
+        "tests.support.resharding_rank", "torch._dynamo", "toprope.trainer_hooks.resharding", path=[ROOT]
+    ) as server:
+        yield server
+
+
+def run(warm: ForkServer, out: Path, world: int, *arguments: str) -> None:
+    ranks = World(
+        server=warm,
+        directory=out / f"world-{world}",
+        arguments=(str(out), *arguments),
+        world=world,
+        target="tests.support.resharding_rank:main",
+    )
+    ranks.start()
+    try:
+        ranks.finish(timeout_s=400)
+    finally:
+        ranks.stop()
+
+
+@pytest.fixture(scope="module")
+def checkpoints(warm: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What four ranks saved of each kind."""
+    out = tmp_path_factory.mktemp("kinds")
+    run(warm, out, 4, "save", *SAVED)
+    return out
+
+
+@pytest.mark.fault("B141")
+@pytest.mark.long
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 5, 8])
+def test_every_kind_is_restored_into_others_whole_and_bit_for_bit(
+    warm: ForkServer, checkpoints: Path, world: int
+) -> None:
+    """Full parameters, buffers, moments and learning rates are those that torch joined when they were saved."""
+    saved_kinds = SAVED if world <= 4 else ODD  # a pipeline of four stages has no use for more ranks
+    run(warm, checkpoints, world, "load", *(f"{kind}:{','.join(INTO[kind])}" for kind in saved_kinds))
+    for rank in range(world):
+        found = json.loads((checkpoints / f"{world}-ranks-rank-{rank}.json").read_text())
+        assert len(found) == sum(len(INTO[kind]) for kind in saved_kinds)
+        expert = found.pop("expert -> expert", {"wrong": ""})["wrong"]
+        assert {pair: one["wrong"] for pair, one in found.items() if one["wrong"]} == {}
+        if world in {1, 2, 3}:
+            assert "model.expert.weight: plain tensors on ranks 0 and 1 of the checkpoint that differ" in expert
+            assert f"saved by 4 ranks, no mesh; this is rank {rank} of {world}" in expert
+            assert "'ckpt export'" in expert
+        else:
+            assert expert == ""
