@@ -100,7 +100,7 @@ def commands(where: Layout, cadence: Cadence, *, ports: Mapping[str, int]) -> di
     return {
         "broker": [sys.executable, "-m", "toprope.coordinator.adapters.broker", broker],
         "coordinator": [*ckpt, "coordinator", *common, *map(str, (*every, *ready["coordinator"]))],
-        "sidecar": [*ckpt, "sidecar", *common, *map(str, (*node, *directories, *ready["sidecar"]))],
+        "sidecar": [*ckpt, "sidecar", *common, "--grace", "0", *map(str, (*node, *directories, *ready["sidecar"]))],
     }
 
 

@@ -43,6 +43,9 @@ def sidecar(  # noqa: PLR0913 - one parameter for each flag
     codec: Annotated[
         str, typer.Option(help="Pack uploads: auto (if the link is slower than packing), zstd or none.")
     ] = "auto",
+    grace: Annotated[
+        float, typer.Option(min=0.0, help="Seconds that it serves on after SIGTERM, until all is safe elsewhere.")
+    ] = 25.0,
     token_file: Annotated[Path | None, typer.Option(help="File with the job's token; needed off loopback.")] = None,
     ready_file: Annotated[Path | None, typer.Option(help="Where to write url and pid once it serves.")] = None,
 ) -> None:
@@ -69,6 +72,7 @@ def sidecar(  # noqa: PLR0913 - one parameter for each flag
         codec=cast("Codec", codec),
         token=read_token(token_file),
         ready_file=ready_file,
+        grace_s=grace,
     )
     check_ready_file(ready_file)
     os.umask(0o077)

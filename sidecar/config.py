@@ -38,6 +38,8 @@ class SidecarConfig:
     copies: int = 1
     token: str = ""
     ready_file: Path | None = None
+    grace_s: float = 0.0
+    """How long it goes on serving when told to end, for what is not safe yet."""
     stall_timeout_s: float = 5.0
     use_deadline_s: float = 30.0
     codec: Codec = "auto"

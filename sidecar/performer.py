@@ -22,6 +22,7 @@ from toprope.sidecar.adapters.trainer_socket import TrainerSocket
 from toprope.sidecar.config import SidecarConfig
 from toprope.sidecar.core import Core
 from toprope.sidecar.documents import Documents
+from toprope.sidecar.draining import left_to_do
 from toprope.sidecar.effects import Effect
 from toprope.sidecar.events import Event
 from toprope.sidecar.local_tier import LocalError, LocalTier
@@ -74,6 +75,7 @@ class Sidecar:
         self._scan: asyncio.Task[None] | None = None
         self._page_turns: defaultdict[tuple[int, int], asyncio.Lock] = defaultdict(asyncio.Lock)
         self._ending = False
+        self._drain_until_s: float | None = None
         ports = parts.ports
         self._objects = ObjectTier(ports.objects, config.job, codec=config.codec)
         self._stager = Stager(memory=parts.memory, peers=ports.peers, objects=ports.objects, doubt=self._doubt)
@@ -324,7 +326,7 @@ class Sidecar:
 
     async def _stage(self, effect: do.Stage) -> None:
         try:
-            staged = await self._in_bulk(self._stager.stage, effect)
+            shard = await self._in_bulk(self._stager.stage, effect)
         except (StagingError, OSError) as error:
             again = isinstance(error, StagingError) and error.again
             failed = on.StageFailed(
@@ -332,7 +334,7 @@ class Sidecar:
             )
             self.post(failed)
             return
-        self.post(staged)
+        self.post(on.ShardStaged(attempt_uid=effect.attempt_uid, shard=shard))
 
     async def _open(self, effect: do.OpenAttempt) -> None:
         try:
@@ -345,10 +347,32 @@ class Sidecar:
         """Return the work that goes on until the end."""
         return self.tick(), *self.documents.loops()
 
+    def drain(self) -> None:
+        """End as soon as all is safe elsewhere, or the grace is over; told twice, end now."""
+        if self._drain_until_s is not None or self.config.grace_s == 0.0:
+            self.stop.set()
+            return
+        self._drain_until_s = self._loop.time() + self.config.grace_s
+        log.info("told to end: it serves for %g s at most, until what is here is safe elsewhere", self.config.grace_s)
+
+    def _look_at_grace(self, until_s: float) -> None:
+        core = self._parts.core
+        left = left_to_do(
+            self.config.node, core.desired, slots=core.slots, tiers=core.tiers, conversation=core.conversation
+        )
+        if not left:
+            log.info("ends: nothing is left to save")
+            self.stop.set()
+        elif self._loop.time() >= until_s:
+            log.warning("ends, for its grace of %g s is over: %s", self.config.grace_s, left)
+            self.stop.set()
+
     async def tick(self) -> None:
         """Let time pass in the core."""
         while True:
             self.post(on.Tick(now_s=self._loop.time()))
+            if self._drain_until_s is not None:
+                self._look_at_grace(self._drain_until_s)
             await asyncio.sleep(TICK_S)
 
     # Trainers and readers

@@ -63,7 +63,7 @@ class Ground:
 
 
 async def run(config: SidecarConfig, wrap: Wrap = unwrapped) -> None:
-    """Serve one node until SIGTERM or SIGINT.
+    """Serve one node until SIGINT, or until SIGTERM and all is safe elsewhere.
 
     Raises:
         UsageError: it can't be started like this.
@@ -147,8 +147,8 @@ async def _serve(config: SidecarConfig, ground: Ground, wrap: Wrap) -> None:
         sidecar = Sidecar(config, _parts(config, core, ports), tasks)
         await sidecar.adopt()
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, sidecar.stop.set)
+        loop.add_signal_handler(signal.SIGINT, sidecar.stop.set)
+        loop.add_signal_handler(signal.SIGTERM, sidecar.drain)
         async with _http(config, ground, sidecar), sidecar.socket.serving():
             running = [tasks.create_task(work) for work in sidecar.endless()]
             if isinstance(broker, MqttBroker):

@@ -135,7 +135,7 @@ class Cluster:
         arguments = ["--job", self.job, "--node", name, "--coordinator", self.coordinator_url]
         arguments += ["--broker", f"127.0.0.1:{self._broker_port}", "--memory-dir", str(node.memory_dir)]
         arguments += ["--local-dir", str(node.local_dir), "--store", self.root, "--socket", str(node.socket)]
-        arguments += ["--ready-file", str(ready)]
+        arguments += ["--ready-file", str(ready), "--grace", "0"]
         words = ["sidecar", *arguments]
         node.sidecar = self.launch(f"sidecar of node {name}", words, log=self.log(f"sidecar-{name}"), env=env or {})
         node.url = str(wait_ready(node.sidecar, ready)["url"])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import threading
 import urllib.request
 from collections.abc import Callable
@@ -33,7 +35,7 @@ class Node:
         return [
             *("--job", "job", "--node", self.name, "--coordinator", self.stub.url, "--memory-dir", str(self.memory)),
             *("--local-dir", str(self.local), "--store", str(self.store), "--socket", str(self.socket)),
-            *("--ready-file", str(self.ready)),
+            *("--ready-file", str(self.ready), "--grace", "0"),
         ]
 
     def start(self, *more: str) -> None:
@@ -62,6 +64,19 @@ class Node:
         """Ask the sidecar to end, and return its exit status."""
         assert self.process is not None
         status = self.process.stop()
+        self._ended()
+        return status
+
+    def terminate(self) -> None:
+        """Ask the sidecar to end, and go on."""
+        assert self.process is not None
+        os.kill(self.process.pid, signal.SIGTERM)
+
+    def ended(self) -> int:
+        """Wait until the sidecar has ended, and return its exit status."""
+        assert self.process is not None
+        while (status := self.process.status()) is None:
+            self.pause()
         self._ended()
         return status
 
