@@ -5,7 +5,7 @@
     HookError                        1: what a trainer gets from this package
     ├── UsageError                  64: wrong use; nothing was changed
     │   ├── SpecMismatchError           the job was started with another model or optimizer; the text is the diff
-    │   ├── WorldMismatchError          the source was saved by another number of ranks
+    │   ├── WorldMismatchError          saved by another number of ranks, and something has no place on this one
     │   ├── StateMismatchError          the checkpoint's names, shapes, dtypes or keys are not those of this trainer
     │   └── UnsupportedLeafError        a value that can't be kept exactly, by its name
     ├── SidecarUnavailableError      1: restore() found no sidecar, or it went away
@@ -38,7 +38,7 @@ class SpecMismatchError(UsageError):
 
 
 class WorldMismatchError(UsageError):
-    """The source was saved by another number of ranks; the message has both."""
+    """The source was saved by another number of ranks, and what the message names has no place on this one."""
 
 
 class StateMismatchError(UsageError):

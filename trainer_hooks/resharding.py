@@ -16,6 +16,7 @@ import torch
 
 from toprope.trainer_hooks.apply import misfit
 from toprope.trainer_hooks.blocks import Block, run_of
+from toprope.trainer_hooks.elastic import ElasticSampler
 from toprope.trainer_hooks.errors import StateMismatchError
 from toprope.trainer_hooks.image import Extent
 from toprope.trainer_hooks.merging import Leaf, Logical, Merger, Shard
@@ -299,7 +300,8 @@ class _Plan:
             self.notes.append(f"{section} is not restored: each rank of the checkpoint has its own")
             return
         document[section] = self._equal(section, values)
-        self.notes.append(f"{section} is restored as all ranks had it: right if it counts the samples of all of them")
+        if not isinstance(self.parts.dataloader, ElasticSampler):
+            self.notes.append(f"{section} is restored as all ranks had it: right if it counts the samples of all")
 
     def _extra(self, extra: Any) -> dict[str, Json]:  # noqa: ANN401 - a mapping or an object with state_dict()
         if not isinstance(extra, MutableMapping):
