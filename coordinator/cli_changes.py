@@ -33,7 +33,7 @@ from toprope.store.objects.opening import open_store, sweep_uploads
 from toprope.store.objects.protocol import ObjectStore
 from toprope.store.records import Job, Pin, Retire, Unpin
 from toprope.store.retention import RETIRED_AT_ONCE_MAX, RetentionPlan, parse_policy, plan_retention
-from toprope.store.show import read_job
+from toprope.store.show import read_state
 from toprope.store.sizes import size_text
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
@@ -80,7 +80,7 @@ def _job_at(store: ObjectStore, at: str) -> tuple[JobState, int]:
     name, step, end = _place(at)
     if end is not None:
         raise UsageError(f"{at!r} is a range: give one step, as {name}@{step}")
-    return read_job(store, name).state, step
+    return read_state(store, name), step
 
 
 @app.command()
@@ -108,7 +108,7 @@ def taint(
     store = open_store(root)
     name, first, end = _place(at)
     last = first if end is None else (None if end < 0 else end)
-    state = read_job(store, name).state
+    state = read_state(store, name)
     taints = taints_of(state, from_step=first, to_step=last, reason=reason, attempt=attempt)
     changer = _changer(store, url=coordinator, token_file=token_file)
     for one in taints:
@@ -146,7 +146,7 @@ def gc(  # noqa: PLR0913 - one for each option
     Exit status: 0 done; 2 a manifest or index of what is kept can't be read, so nothing was deleted.
     """
     store = open_store(root)
-    state = read_job(store, only_job(store, root, job)).state
+    state = read_state(store, only_job(store, root, job))
     policy = parse_policy(retain or state.retain)
     plan = plan_retention(state, policy)
     if dry_run:
@@ -229,7 +229,7 @@ def job_retain(
     last=N keeps the newest N, every=K the first checkpoint at or past each multiple of K steps; all keeps everything.
     """
     store = open_store(root)
-    state = read_job(store, only_job(store, root, job)).state
+    state = read_state(store, only_job(store, root, job))
     change = policy_change(state, policy)
     _changer(store, url=coordinator, token_file=token_file).append(state, change, purpose="retain")
     put(f"job {state.job} retains {change.retain or 'all'}")
@@ -253,7 +253,7 @@ def job_accept_spec(
     refused from then on.
     """
     store = open_store(root)
-    state = read_job(store, only_job(store, root, job)).state
+    state = read_state(store, only_job(store, root, job))
     if state.spec_sha256 is None:
         raise UsageError(f"job {state.job}: no spec has been set yet; its first attempt sets it")
     put(spec.diff(_spec(store, state.job, state.spec_sha256), _spec(store, state.job, spec_sha256)) or "no difference")

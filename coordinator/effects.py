@@ -55,7 +55,7 @@ class ReadBackHere:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tidy:
-    """Retire what the job's policy does not keep, and delete what the log has condemned."""
+    """Retire what the job's policy does not keep, delete what the log has condemned, keep a fold of a long log."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

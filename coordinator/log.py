@@ -25,7 +25,8 @@ class Log:
         self._one_at_a_time = asyncio.Lock()
 
     async def elect(self, *, job_uid: str) -> None:
-        """Begin a new term; with an empty log begin the job."""
+        """Begin a new term; with an empty log begin the job. Raises as ``append``."""
+        self.state = await self._store.newest_snap(self.state.job)
 
         def make_job(state: JobState) -> Record | None:
             return Job(uid=job_uid, name=state.job) if state.n == 0 else None

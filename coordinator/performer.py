@@ -198,8 +198,8 @@ class Coordinator:
         self._ports = ports
         writer_id = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
         self._log = Log(ports.store, self.config.job, writer_id=writer_id, url=url)
-        self._tidier = Tidier(ports.store, self._log, self.metrics)
         await self._log.elect(job_uid=secrets.token_hex(16))
+        self._tidier = Tidier(ports.store, self._log, self.metrics)
         if self.config.retain is not None:
             await self._log.append(partial(make_policy, text=self.config.retain))
         settings = Settings(

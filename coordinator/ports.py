@@ -52,6 +52,12 @@ class StorePort(Protocol):
             UnavailableError: the store did not answer.
         """
 
+    async def newest_snap(self, job: str) -> JobState:
+        """Return the newest fold of the log that is kept, or that of no records; raises as ``snap.newest_snap``."""
+
+    async def put_snap(self, state: JobState) -> None:
+        """Keep a fold of the log; it is fine if it exists."""
+
     async def collect_garbage(self, state: JobState, watch: HoldWatch, *, now_s: float) -> GcPlan:
         """Delete what the log has condemned, but for what readers hold by ``watch``; return what that was.
 

@@ -1,4 +1,4 @@
-"""Retention and garbage collection in a reign: off the way to READY, one at a time, and never fatal."""
+"""Retention, garbage collection and folds of the log in a reign: off the way to READY, one by one, never fatal."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from toprope.store.errors import CkptError, FencedError
 from toprope.store.holds import HoldWatch
 from toprope.store.records import Retire
 from toprope.store.retention import make_retire
+from toprope.store.snap import EVERY
 
 _LOG = logging.getLogger("toprope.coordinator")
 
@@ -25,6 +26,7 @@ class Tidier:
         self._metrics = metrics
         self._watch = HoldWatch()
         self._due = asyncio.Event()
+        self._snap_at = log.state.n + EVERY
 
     def wake(self) -> None:
         """Let it see whether there is something to do."""
@@ -43,18 +45,27 @@ class Tidier:
 
     async def _round(self) -> None:
         try:
-            done = await self._log.append(make_retire)
-            if isinstance(done.record, Retire):
-                self._metrics.readies_retired.inc(len(done.record.seqs))
-                _LOG.info("retired READY %s", ", ".join(str(seq) for seq in done.record.seqs))
-            now_s = asyncio.get_running_loop().time()
-            plan = await self._store.collect_garbage(self._log.state, self._watch, now_s=now_s)
+            if self._log.state.retain:
+                await self._retire()
+                await self._collect()
+            if self._log.state.n >= self._snap_at:
+                await self._store.put_snap(self._log.state)
+                self._snap_at = self._log.state.n + EVERY
         except FencedError:
             raise
         except CkptError as error:
             self._metrics.tidying_failed.inc()
             _LOG.warning("old checkpoints were not cleared away, which is tried again later: %s", error)
-        else:
-            self._metrics.objects_deleted.inc(len(plan.condemned))
-            if plan.condemned:
-                _LOG.info("deleted %d objects that the log has condemned", len(plan.condemned))
+
+    async def _retire(self) -> None:
+        done = await self._log.append(make_retire)
+        if isinstance(done.record, Retire):
+            self._metrics.readies_retired.inc(len(done.record.seqs))
+            _LOG.info("retired READY %s", ", ".join(str(seq) for seq in done.record.seqs))
+
+    async def _collect(self) -> None:
+        now_s = asyncio.get_running_loop().time()
+        plan = await self._store.collect_garbage(self._log.state, self._watch, now_s=now_s)
+        self._metrics.objects_deleted.inc(len(plan.condemned))
+        if plan.condemned:
+            _LOG.info("deleted %d objects that the log has condemned", len(plan.condemned))

@@ -16,10 +16,11 @@ import msgspec
 
 from toprope.store.errors import FencedError, UsageError
 from toprope.store.fold import JobState, needed_by
-from toprope.store.log import append, read_log
+from toprope.store.log import append, read_on
 from toprope.store.objects.protocol import ObjectStore
 from toprope.store.records import Elected, Job, Pin, Record, Retire, Taint, Unpin
 from toprope.store.retention import parse_policy
+from toprope.store.snap import newest_snap
 
 Change: TypeAlias = Job | Pin | Unpin | Taint | Retire
 MAX_CHANGE_BYTES = 32 * 1024
@@ -163,7 +164,7 @@ def append_in_passing(
         FencedError: others were elected again and again in between.
         CkptError: as ``make``, and as ``append``.
     """
-    state = read_log(store, job)
+    state = read_on(store, newest_snap(store, job))
     writer_id = f"{purpose}-{socket.gethostname()[:100]}-{os.getpid()}-{secrets.token_hex(4)}"
     for attempt in range(_TRIES):
         if make(state) is None:
@@ -174,7 +175,7 @@ def append_in_passing(
         except FencedError:
             if attempt == _TRIES - 1:
                 raise
-            state = read_log(store, job)
+            state = read_on(store, state)
         else:
             return done.state, done.seq
     raise AssertionError

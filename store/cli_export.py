@@ -14,7 +14,7 @@ from toprope.store.export import export as export_checkpoint
 from toprope.store.holds import holding_choice
 from toprope.store.objects.opening import check_outside, open_store
 from toprope.store.restore import plan
-from toprope.store.show import read_job
+from toprope.store.show import read_state
 from toprope.store.sizes import parsed_size, size_text
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
@@ -72,7 +72,7 @@ def export(  # noqa: PLR0913 - one for each option
         max_shard_bytes=parsed_size(max_shard_size),
     )
     store = open_store(root)
-    found = read_job(store, only_job(store, root, job)).state
+    found = read_state(store, only_job(store, root, job))
     check_outside(directory, root)
     with holding_choice(store, found, lambda log: plan(log, step=step)[0]) as state:
         seq = plan(state, step=step)[0]

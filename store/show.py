@@ -9,10 +9,11 @@ from typing import Literal, assert_never
 from toprope.store.checkpoint import read_index, read_manifest
 from toprope.store.errors import UsageError
 from toprope.store.fold import JobState
-from toprope.store.log import Entry, read_entries
+from toprope.store.log import Entry, read_entries, read_on
 from toprope.store.names import checked_id, facts_key, manifest_key
 from toprope.store.objects.protocol import ObjectStore
 from toprope.store.records import Attempt, Elected, Job, Pin, Ready, Record, Retire, Taint, Unpin
+from toprope.store.snap import newest_snap
 
 ObjectKind = Literal["log", "facts", "manifest", "index", "shard"]
 
@@ -87,6 +88,12 @@ def read_job(store: ObjectStore, name: str) -> JobLog:
         there = f"there are {', '.join(known)}" if known else "there are none"
         raise UsageError(f"job {name!r}: no such job in this store; {there}")
     return JobLog(state=state, entries=tuple(entries))
+
+
+def read_state(store: ObjectStore, name: str) -> JobState:
+    """Return what the log of a job adds up to, from the newest fold on that is kept of it; raises as ``read_job``."""
+    state = read_on(store, newest_snap(store, checked_id(name, what="job")))
+    return state if state.n else read_job(store, name).state
 
 
 def checkpoint_lines(state: JobState) -> tuple[CheckpointLine, ...]:

@@ -14,6 +14,7 @@ from toprope.store.holds import HoldWatch
 from toprope.store.manifest import MAX_INDEX_BYTES, Index, Shard
 from toprope.store.names import Key
 from toprope.store.objects.protocol import ObjectStore
+from toprope.store.snap import newest_snap, put_snap
 
 
 class ThreadedStore:
@@ -51,6 +52,14 @@ class ThreadedStore:
     async def indexes(self, state: JobState, seq: int) -> tuple[Index, ...]:
         """Return the indexes of a READY checkpoint by rank."""
         return await asyncio.to_thread(_indexes, self._store, state, seq)
+
+    async def newest_snap(self, job: str) -> JobState:
+        """Return the newest fold of the log that is kept, or that of no records."""
+        return await asyncio.to_thread(newest_snap, self._store, job)
+
+    async def put_snap(self, state: JobState) -> None:
+        """Keep a fold of the log."""
+        await asyncio.to_thread(put_snap, self._store, state)
 
     async def collect_garbage(self, state: JobState, watch: HoldWatch, *, now_s: float) -> GcPlan:
         """Delete what the log has condemned, but for what readers hold."""

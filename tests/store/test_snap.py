@@ -1,0 +1,120 @@
+"""Folds that are kept of a log: the same as the log says, passed over when they are not, and never needed."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from tests.support.fake_store import FakeStore
+from tests.support.logs import LogWriter, attempt, ready, uid
+
+from toprope.store.fold import JobState
+from toprope.store.log import read_log, read_on
+from toprope.store.names import Key, log_key, snap_key
+from toprope.store.records import Held, Pin, Retire, Struck, Taint
+from toprope.store.show import read_state
+from toprope.store.snap import decode, encode, newest_snap, put_snap
+
+
+class CountingStore(FakeStore):
+    reads = 0
+
+    def read(self, key: Key, *, start: int = 0, length: int | None = None, uncached: bool = False) -> bytes:
+        self.reads += 1
+        return super().read(key, start=start, length=length, uncached=uncached)
+
+
+def eventful() -> tuple[CountingStore, LogWriter]:
+    """Return a log with a record of each kind, and more READYs after it."""
+    store = CountingStore()
+    log = LogWriter(store).begin()
+    log.add(attempt(1), ready(10), ready(20, parent=4), ready(30, parent=5), Pin(seq=4))
+    log.add(ready(35, parent=6), Retire(seqs=(5,)))
+    log.add(Taint(attempt=1, from_step=30, to_step=None, reason="NaN"))
+    struck = (Struck(attempt_uid=uid(1), step=30, why="bad"),)
+    log.add(attempt(2, held=Held(attempt_uid=uid(1), step=25), from_step=25, struck=struck))
+    log.add(ready(40, number=2, parent=log.state.head))
+    return store, log
+
+
+def test_a_fold_that_is_kept_is_the_fold() -> None:
+    _, log = eventful()
+    assert decode(encode(log.state), key=snap_key("job", log.state.n), job="job") == log.state
+
+
+def test_a_log_is_read_from_its_newest_fold_on() -> None:
+    store, log = eventful()
+    put_snap(store, log.state)
+    put_snap(store, log.state)
+    log.add(ready(50, number=2, parent=log.state.head))
+    store.reads = 0
+    assert read_state(store, "job") == log.state == read_log(store, "job")
+    assert newest_snap(store, "job").n == log.state.n - 1
+    store.reads = 0
+    read_state(store, "job")
+    assert store.reads < 10
+
+
+@pytest.mark.parametrize("at", range(0, 2000, 37))
+def test_a_fold_with_any_byte_changed_is_passed_over_with_a_warning(at: int, caplog: pytest.LogCaptureFixture) -> None:
+    store, log = eventful()
+    put_snap(store, log.state)
+    key = snap_key("job", log.state.n)
+    body = bytearray(store.objects[key])
+    body[at % len(body)] ^= 1
+    store.objects[key] = bytes(body)
+    assert read_state(store, "job") == log.state
+    assert newest_snap(store, "job") == JobState(job="job")
+    assert "passed over, as the log tells it all" in caplog.text
+
+
+def test_a_fold_of_another_log_is_passed_over_for_an_older_one_of_this() -> None:
+    store, log = eventful()
+    older = read_on(store, JobState(job="job"))
+    put_snap(store, older)
+    other = LogWriter(FakeStore()).begin()
+    other.add(attempt(1), *(ready(step) for step in (1,)))
+    for step in range(2, 20):
+        other.add(ready(step, parent=other.state.head))
+    log.add(ready(50, number=2, parent=log.state.head))
+    stray = read_on(other.store, JobState(job="job"))
+    assert stray.n > older.n
+    store.objects[snap_key("job", stray.n)] = encode(stray)
+    store.objects[snap_key("job", older.n + 1)] = encode(older)
+    assert newest_snap(store, "job") == older
+    assert read_state(store, "job") == log.state
+
+
+def test_no_fold_is_needed() -> None:
+    store, log = eventful()
+    assert not [key for key in store.objects if "/snap/" in key]
+    assert read_state(store, "job") == log.state
+
+
+def test_a_record_that_is_gone_stops_a_reader_that_begins_at_a_fold_before_it() -> None:
+    store, log = eventful()
+    put_snap(store, log.state)
+    del store.objects[log_key("job", log.state.n - 1)]
+    assert newest_snap(store, "job") == JobState(job="job")
+
+
+@pytest.mark.long
+@pytest.mark.timeout(120)
+def test_ten_thousand_records_are_read_in_seconds_and_with_a_fold_in_less() -> None:
+    store = FakeStore()
+    log = LogWriter(store).begin()
+    log.add(attempt(1))
+    live = []
+    while log.state.n < 10_000:
+        live.append(log.add(ready(log.state.n, parent=log.state.head)))
+        if len(live) > 4:
+            log.add(Retire(seqs=(live.pop(0),)))
+    began = time.process_time()
+    assert read_log(store, "job") == log.state
+    whole_s = time.process_time() - began
+    put_snap(store, log.state)
+    began = time.process_time()
+    assert read_state(store, "job") == log.state
+    from_fold_s = time.process_time() - began
+    assert whole_s < 5
+    assert from_fold_s < whole_s / 4
