@@ -14,7 +14,7 @@ import msgspec
 
 from toprope.coordinator import opening, phases, placement, protection
 from toprope.coordinator.commits import Commits
-from toprope.coordinator.effects import Answer, Append, Effect, Prepare, Probe, Publish, Say
+from toprope.coordinator.effects import Answer, Append, Effect, Prepare, Probe, Publish, Say, Tidy
 from toprope.coordinator.events import (
     Asked,
     CommitFailed,
@@ -48,6 +48,7 @@ from toprope.coordinator.wire import (
     Placement,
     RestoreShard,
 )
+from toprope.store.fold import JobState
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +83,7 @@ class Core:
         self.log_view = log_view
         self.roll = Roll(job_uid=log_view.state.job_uid)
         self.term = log_view.state.term
+        self._writer_id = log_view.state.writer_id
         self.progress = phases.Progress(phase="opened")
         self.desired: Desired | None = None
         self.unmet: dict[str, str] = {}
@@ -196,7 +198,9 @@ class Core:
         if after.n <= before.n:
             return []
         self.log_view = log_view
-        effects: list[Effect] = []
+        if after.writer_id == self._writer_id:
+            self.term = after.term  # a new one, if a command was elected in between
+        effects: list[Effect] = [Tidy()] if _may_be_tidied(before, after) else []
         if after.attempt_number != before.attempt_number:
             self._forget_attempt(now_s)
             attempt = after.attempt
@@ -471,6 +475,11 @@ class Core:
             return []
         self._said[subject] = text
         return [Say(level=level, text=text)]
+
+
+def _may_be_tidied(before: JobState, after: JobState) -> bool:
+    """Return whether a policy may have more to retire than before, or the log has grown by a checkpoint."""
+    return (before.head, before.attempt_number, before.retain) != (after.head, after.attempt_number, after.retain)
 
 
 def _versioned(desired: Desired, version: int) -> Desired:
