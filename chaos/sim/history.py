@@ -6,9 +6,10 @@ import asyncio
 import logging
 import random
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from toprope.chaos.sim import nemesis
 from toprope.chaos.sim.entropy import seeded
@@ -16,6 +17,8 @@ from toprope.chaos.sim.loop import SimLoop, StalledError
 from toprope.chaos.sim.options import Options, draw
 from toprope.chaos.sim.trace import Trace
 from toprope.chaos.sim.world import World
+
+Trouble: TypeAlias = Callable[[World], Awaitable[None]]
 
 HEALED_WITHIN_S = 150.0
 _LOOK_EVERY_S = 1.0
@@ -40,8 +43,11 @@ class Outcome:
         return "\n".join((head, f"options: {self.options}", *self.story))
 
 
-def run(seed: int, options: Options | None = None) -> Outcome:
-    """Run the history of a seed; ``options`` other than those drawn from it are for shrinking."""
+def run(seed: int, options: Options | None = None, *, trouble: Trouble = nemesis.rage) -> Outcome:
+    """Run the history of a seed; ``options`` other than those drawn from it are for shrinking.
+
+    ``trouble`` is what happens until the healing.
+    """
     rng = random.Random(seed)
     drawn = draw(rng)
     options = options if options is not None else drawn
@@ -50,14 +56,14 @@ def run(seed: int, options: Options | None = None) -> Outcome:
         with seeded(rng), _current(loop):
             world = World(loop, options)
             with _heard(world.trace):
-                return _judged(seed, world, _lived(loop, world))
+                return _judged(seed, world, _lived(loop, world, trouble))
     finally:
         loop.close()
 
 
-def _lived(loop: SimLoop, world: World) -> str:
+def _lived(loop: SimLoop, world: World, trouble: Trouble) -> str:
     """Let it happen; return what went wrong with the simulated programs themselves, if anything."""
-    main = loop.create_task(_main(world))
+    main = loop.create_task(_main(world, trouble))
     main.add_done_callback(lambda _: loop.stop())
     stalled = ""
     try:
@@ -91,10 +97,10 @@ def _judged(seed: int, world: World, crash: str) -> Outcome:
     )
 
 
-async def _main(world: World) -> None:
+async def _main(world: World, trouble: Trouble) -> None:
     supervisor = world.loop.create_task(world.supervise())
     supervisor.add_done_callback(world.loop.note_end)
-    await nemesis.rage(world)
+    await trouble(world)
     nemesis.heal(world)
     healed_s = world.loop.time()
     newest = max((ready.step for ready in world.oracle.state.readies.values()), default=0)
