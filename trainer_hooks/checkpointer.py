@@ -25,7 +25,7 @@ from toprope.trainer_hooks.restoring import Restorer, agree
 from toprope.trainer_hooks.saving import Saver, Stats
 from toprope.trainer_hooks.session import Session
 from toprope.trainer_hooks.spec import spec_of
-from toprope.trainer_hooks.state import Parts, Stateful, capture, check_values
+from toprope.trainer_hooks.state import Memory, Parts, Stateful, capture, check_values
 
 logger = logging.getLogger("toprope")
 MAX_SOCKET_PATH_BYTES = 107
@@ -166,11 +166,12 @@ class Checkpointer:
         self._sources = restorer.staged
         if self._saver is not None:
             self._saver.finish(self._settings.sidecar_timeout_s)
+        memory = Memory()
         self._saver = Saver(
             self._session,
             attempt,
             world,
-            lambda: capture(self._parts, rank=world.rank, world=world.size),
+            lambda: capture(self._parts, rank=world.rank, world=world.size, memory=memory),
             strict=self._settings.strict,
             stats=self._stats,
             lazy_for=self._parts.optimizers() if self._settings.lazy else {},

@@ -144,6 +144,23 @@ def devices_of(model: ModelState) -> list[int]:
     return list(found)
 
 
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """What is said of a tensor, and the ``marks`` of it by which that holds."""
+
+    marks: tuple[object, ...]
+    entry: dict[str, Json]
+    piece: Piece | None
+
+
+@dataclass(slots=True)
+class Memory:
+    """What a capture learned of each tensor, for the next one; it keeps no tensor alive."""
+
+    known: dict[str, _Known] = field(default_factory=dict)
+    meshes: dict[Mesh, int] = field(default_factory=dict)
+
+
 def check_values(parts: Parts, *, rank: int, world: int) -> None:
     """Check before training that all values can be kept.
 
@@ -157,15 +174,18 @@ def check_values(parts: Parts, *, rank: int, world: int) -> None:
     plan_image(snapshot.tensors, {}, snapshot.pieces)
 
 
-def capture(parts: Parts, *, rank: int, world: int) -> Snapshot:
+def capture(parts: Parts, *, rank: int, world: int, memory: Memory | None = None) -> Snapshot:
     """Return the state as it is now; nothing of it is changed and no random number is drawn.
+
+    With the ``memory`` of the capture before, only tensors that have another form than then are looked at closely.
 
     Raises:
         UnsupportedLeafError: a value can't be kept exactly.
         UsageError: the optimizer is not one for this model.
     """
     model = model_state(parts.models(), world=world)
-    keeper = _Keeper(rank, parts.allow_pickle)
+    memory = Memory() if memory is None else memory
+    keeper = _Keeper(rank, parts.allow_pickle, memory)
     owner_of = _owners(model, rank, world)
     document: dict[str, Json] = {
         "format": FORMAT,
@@ -179,8 +199,9 @@ def capture(parts: Parts, *, rank: int, world: int) -> Snapshot:
         document[name] = keeper.encoder().encode(name, part.state_dict())
     if parts.extra is not None:
         document["extra"] = _extra(parts.extra, keeper)
-    document["meshes"] = [{"shape": list(mesh.shape), "ranks": list(mesh.ranks)} for mesh in keeper.meshes]
+    document["meshes"] = [{"shape": list(mesh.shape), "ranks": list(mesh.ranks)} for mesh in memory.meshes]
     body = json.dumps(document, separators=(",", ":"), allow_nan=False).encode()
+    memory.known = keeper.known
     return Snapshot(body, keeper.tensors, keeper.pieces, keeper.updated_by)
 
 
@@ -222,13 +243,13 @@ class _Keeper:
 
     rank: int
     allow_pickle: bool
+    memory: Memory
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     pieces: dict[str, Piece] = field(default_factory=dict)
-    meshes: dict[Mesh, int] = field(default_factory=dict)
+    known: dict[str, _Known] = field(default_factory=dict)
     updated_by: dict[str, str] = field(default_factory=dict)
     updater: str = ""
     """The section of the optimizer that updates what is kept next; empty when it is none's."""
-    _names: set[str] = field(default_factory=set)
 
     def encoder(
         self, owner: int | None = None, of: torch.Tensor | None = None, flat: FlatShard | None = None
@@ -245,13 +266,39 @@ class _Keeper:
         self, name: str, tensor: torch.Tensor, plain: int, spread: int | None, flat: FlatShard | None
     ) -> dict[str, Json]:
         unique, number = name, 1
-        while unique in self._names:  # two paths may read alike: {"a.b": ...} and {"a": {"b": ...}}
+        while unique in self.known:  # two paths may read alike: {"a.b": ...} and {"a": {"b": ...}}
             number += 1
             unique = f"{name}#{number}"
-        self._names.add(unique)
+        dtensor = as_dtensor(tensor)
+        local = tensor if dtensor is None else local_of(dtensor)
+        layout = None if dtensor is None else (dtensor.placements, dtensor.device_mesh, tuple(dtensor.shape))
+        cut = None if flat is None else (flat.offset, flat.whole, flat.shape, flat.values.shape)
+        marks = (type(local), local.dtype, local.shape, local.layout, local.device, layout, plain, spread, cut)
+        known = self.memory.known.get(unique)
+        if known is None or known.marks != marks:
+            known = self._look(unique, tensor, plain, spread, flat, marks)
+        self.known[unique] = known
+        if known.entry["rank"] == self.rank:
+            self.tensors[unique] = local
+            if self.updater:
+                self.updated_by[unique] = self.updater
+            if known.piece is not None:
+                self.pieces[unique] = known.piece
+        return known.entry
+
+    def _look(
+        self,
+        name: str,
+        tensor: torch.Tensor,
+        plain: int,
+        spread: int | None,
+        flat: FlatShard | None,
+        marks: tuple[object, ...],
+    ) -> _Known:
+        """Look at a tensor closely."""
         local = local_of(tensor)
         check_tensor(name, local)
-        entry: dict[str, Json] = {"$": "tensor", "name": unique, "rank": plain, "device": local.device.type}
+        entry: dict[str, Json] = {"$": "tensor", "name": name, "rank": plain, "device": local.device.type}
         dtensor = as_dtensor(tensor)
         piece = None
         if dtensor is not None:
@@ -267,16 +314,12 @@ class _Keeper:
             entry["flat"] = [flat.offset, flat.whole]
             entry["shape"] = list(flat.shape)
             piece = Piece((flat.whole,), (flat.offset,))
-        if entry["rank"] == self.rank:
-            self.tensors[unique] = local
-            if self.updater:
-                self.updated_by[unique] = self.updater
-            if piece is not None and piece.global_shape != tuple(local.shape):
-                self.pieces[unique] = piece
-        return entry
+        if piece is not None and piece.global_shape == tuple(local.shape):
+            piece = None
+        return _Known(marks, entry, piece)
 
     def _described(self, layout: Spread) -> dict[str, Json]:
-        number = self.meshes.setdefault(layout.mesh, len(self.meshes))
+        number = self.memory.meshes.setdefault(layout.mesh, len(self.memory.meshes))
         return {"mesh": number, "placements": list(layout.placements), "shape": list(layout.shape)}
 
 
