@@ -176,6 +176,9 @@ def _show_job(log: JobLog) -> None:
         checkpoints.add_row(*_checkpoint_cells(checkpoint))
     if state.readies:
         print_table(checkpoints)
+        lineage = " <- ".join(f"{ready.step} (READY {seq})" for seq, ready in state.ready_lineage())
+        print()
+        print(f"lineage: {lineage or 'none yet: the current attempt began afresh'}")
     else:
         print("no READY checkpoint yet")
 

@@ -12,9 +12,10 @@ from typing import Any
 
 from toprope.store.digest import digest_of_object
 from toprope.store.errors import AlreadyExistsError, CorruptObjectError, UsageError
-from toprope.store.founding import check_log, found
+from toprope.store.founding import found
 from toprope.store.incoming import Incoming, Source
 from toprope.store.leaves import IMPORTED
+from toprope.store.log import read_log
 from toprope.store.manifest import Manifest, Shard, encode, sha256
 from toprope.store.names import Key, checked_id, facts_key, index_key, manifest_key, shard_key
 from toprope.store.objects.protocol import ObjectStore
@@ -75,7 +76,10 @@ def import_source(store: ObjectStore, source: Source, *, job: str, step: int) ->
         CkptError: there is no room for a temporary file of the image.
     """
     checked_id(job, what="job")
-    check_log(store, job, ())
+    if read_log(store, job).n:
+        raise UsageError(
+            f"job {job}: there is a job of this name in the store; nothing was changed. Give another --job"
+        )
     who = _Identity(job=job, job_uid=_uid(), attempt_uid=_uid(), step=step)
     layout = plan(source, _metadata(who))
     shard = _store_shard(store, layout, who)

@@ -185,6 +185,15 @@ def test_a_store_that_cannot_be_reached_is_4(tmp_path: Path, capsys: pytest.Capt
     assert err == f"ckpt: store {tmp_path}/gone can't be reached: it does not exist or is not mounted\n"
 
 
+def test_show_says_which_checkpoint_follows_which(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    builder = small_store(DirectoryStore(tmp_path), steps=(10, 20))
+    first = min(builder.log.state.readies)
+    builder.open_attempt(ready=first, from_step=10)
+    last = builder.checkpoint(15)
+    assert ckpt("show", tmp_path) == 0
+    assert f"lineage: 15 (READY {last}) <- 10 (READY {first})\n" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
