@@ -326,7 +326,7 @@ class Sidecar:
 
     async def _stage(self, effect: do.Stage) -> None:
         try:
-            shard = await self._in_bulk(self._stager.stage, effect)
+            staged = await self._in_bulk(self._stager.stage, effect)
         except (StagingError, OSError) as error:
             again = isinstance(error, StagingError) and error.again
             failed = on.StageFailed(
@@ -334,7 +334,7 @@ class Sidecar:
             )
             self.post(failed)
             return
-        self.post(on.ShardStaged(attempt_uid=effect.attempt_uid, shard=shard))
+        self.post(staged)
 
     async def _open(self, effect: do.OpenAttempt) -> None:
         try:
