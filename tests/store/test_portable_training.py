@@ -112,6 +112,12 @@ def test_values_that_are_not_plain_are_known() -> None:
     for value in ({1, 2}, torch.float16, object()):
         with pytest.raises(NotPlainError):
             encode(value)
-    for encoded in ({"$": "enum", "of": "a:b", "v": "c"}, {"$": "int", "v": "g"}, {"$": "float", "v": "00"}, {"$": []}):
+    unknown: list[dict[str, object]] = [
+        {"$": "enum", "of": "a:b", "v": "c"},
+        {"$": "int", "v": "g"},
+        {"$": "float", "v": "00"},
+        {"$": []},
+    ]
+    for encoded in unknown:
         with pytest.raises(NotPlainError):
             decode(encoded)
