@@ -1,0 +1,290 @@
+"""Upload and download of one large object, ours beside the aws CLI, s3transfer and rclone, on the same S3 server.
+
+Each transfer is a process of its own, from a file in shared memory (as a slot is) to a file there. The server,
+SeaweedFS, is started anew for each round; within a round all take turns, in an order that moves on by one from round to
+round. All download the same object, the one that s3transfer uploaded. Besides the time, three things are told of each:
+processor seconds of the client and of the server, and the most anonymous memory that it had. Where the server takes
+most of the processor, it bounds them all alike: then read the processor seconds. The time holds a process's start.
+
+    python benchmarks/store.py [--mib 4096] [--rounds 5] [--aws PATH] [--json FILE]
+
+The aws CLI is looked for at ``--aws`` (it pins a botocore of its own: install it in an environment of its own), rclone
+on the PATH; who is not there does not take part.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hashlib
+import json
+import mmap
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+MIB = 1024 * 1024
+MEMORY = Path("/dev/shm")  # noqa: S108 - the tmpfs that slots are made for
+BUCKET = "bench"
+CLIENTS = ("ours", "s3transfer", "aws", "rclone")
+_BASELINE = "s3transfer"
+_LOOK_EVERY_S = 0.02
+_TICKS_A_SECOND = os.sysconf("SC_CLK_TCK")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """One transfer."""
+
+    client: str
+    way: str
+    seconds: float
+    client_cpu_s: float
+    server_cpu_s: float
+    peak_anonymous_mib: float
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--mib", type=int, default=4096, help="size of the object")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--aws", default="aws", help="the aws CLI")
+    parser.add_argument("--json", type=Path, help="write the figures as JSON too")
+    parser.add_argument("--transfer", nargs=4, metavar=("CLIENT", "WAY", "ROOT", "FILE"), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.transfer is not None:
+        transfer(*options.transfer)
+        return
+    samples = measure(mib=options.mib, rounds=options.rounds, aws=options.aws)
+    figures = figures_of(samples, mib=options.mib)
+    show(figures)
+    if options.json is not None:
+        options.json.write_text(json.dumps(figures | {"samples": [asdict(one) for one in samples]}, indent=2) + "\n")
+
+
+def measure(*, mib: int, rounds: int, aws: str) -> list[Sample]:
+    """Run all rounds."""
+    clients = [client for client in CLIENTS if client not in {"aws", "rclone"} or shutil.which(_program(client, aws))]
+    print(f"clients: {', '.join(clients)}", file=sys.stderr)
+    samples: list[Sample] = []
+    with tempfile.TemporaryDirectory(prefix="toprope-bench-", dir=MEMORY) as directory:
+        source = Path(directory) / "source"
+        digest = make_source(source, mib=mib)
+        for number in range(rounds):
+            turns = clients[number % len(clients) :] + clients[: number % len(clients)]
+            samples += one_round(turns, source, digest=digest, aws=aws)
+            print(f"round {number + 1} of {rounds}", file=sys.stderr)
+    return samples
+
+
+def make_source(path: Path, *, mib: int) -> str:
+    """Write random bytes, and return their digest."""
+    hasher = hashlib.sha256()
+    with path.open("wb") as file:
+        for _ in range(mib):
+            block = os.urandom(MIB)
+            hasher.update(block)
+            file.write(block)
+    return hasher.hexdigest()
+
+
+def one_round(turns: list[str], source: Path, *, digest: str, aws: str) -> list[Sample]:
+    """Let each client upload and then each download, from a fresh server."""
+    from toprope.chaos.live.s3_server import running_s3  # noqa: PLC0415 - not in the process of a transfer
+
+    samples = []
+    target = source.with_name("target")
+    with tempfile.TemporaryDirectory(prefix="toprope-bench-") as directory, running_s3(Path(directory)) as server:
+        server.make_bucket(BUCKET)
+        env = os.environ | server.environment
+        env.pop("AWS_CA_BUNDLE", None)  # rclone refuses it
+        for way, file in (("up", source), ("down", target)):
+            for client in turns:
+                root = server.root(BUCKET, client if way == "up" else _BASELINE)
+                command = _command(client, way, root=root, endpoint=server.endpoint, file=file, aws=aws)
+                samples.append(timed(command, client=client, way=way, env=env, server_pid=server.process.pid))
+                if way == "down":
+                    check(file, digest, client)
+                    file.unlink()
+    return samples
+
+
+def _program(client: str, aws: str) -> str:
+    return aws if client == "aws" else client
+
+
+def _command(client: str, way: str, *, root: str, endpoint: str, file: Path, aws: str) -> list[str]:
+    key = f"{_BASELINE if way == 'down' else client}/job/object"
+    ours, theirs = str(file), f"{BUCKET}/{key}"
+    if client == "aws":
+        places = [ours, f"s3://{theirs}"] if way == "up" else [f"s3://{theirs}", ours]
+        return [aws, "s3", "cp", "--quiet", "--endpoint-url", endpoint, "--region", "us-east-1", *places]
+    if client == "rclone":
+        remote = (
+            f":s3,provider=Other,env_auth=true,endpoint='{endpoint}',region=us-east-1,force_path_style=true:{theirs}"
+        )
+        places = [ours, remote] if way == "up" else [remote, ours]
+        tuned = ["--s3-chunk-size", "16M", "--s3-upload-concurrency", "8", "--multi-thread-streams", "8"]
+        return ["rclone", "copyto", "--config", os.devnull, "--s3-no-check-bucket", *tuned, *places]
+    return [sys.executable, __file__, "--transfer", client, way, root, ours]
+
+
+def timed(command: list[str], *, client: str, way: str, env: dict[str, str], server_pid: int) -> Sample:
+    """Run a transfer and watch it."""
+    before = _cpu_s(server_pid)
+    began = time.perf_counter()
+    process = subprocess.Popen(command, env=env)
+    peak: list[float] = [0.0]
+    watching = threading.Thread(target=_watch, args=(process.pid, peak))
+    watching.start()
+    _, status, usage = os.wait4(process.pid, 0)
+    seconds = time.perf_counter() - began
+    process.returncode = os.waitstatus_to_exitcode(status)
+    watching.join()
+    if process.returncode:
+        raise SystemExit(f"{client} {way} failed with status {process.returncode}: {' '.join(command)}")
+    return Sample(
+        client=client,
+        way=way,
+        seconds=seconds,
+        client_cpu_s=usage.ru_utime + usage.ru_stime,
+        server_cpu_s=_cpu_s(server_pid) - before,
+        peak_anonymous_mib=peak[0],
+    )
+
+
+def _watch(pid: int, peak: list[float]) -> None:
+    while (anonymous := _anonymous_mib(pid)) is not None:
+        peak[0] = max(peak[0], anonymous)
+        time.sleep(_LOOK_EVERY_S)
+
+
+def _anonymous_mib(pid: int) -> float | None:
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+            if line.startswith("RssAnon:"):
+                return int(line.split()[1]) / 1024
+    return None
+
+
+def _cpu_s(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / _TICKS_A_SECOND
+
+
+def check(path: Path, digest: str, client: str) -> None:
+    """Fail unless a file has the bytes that were uploaded."""
+    with path.open("rb") as file:
+        found = hashlib.file_digest(file, "sha256").hexdigest()
+    if found != digest:
+        raise SystemExit(f"{client} downloaded other bytes: {found}, expected {digest}")
+
+
+def transfer(client: str, way: str, root: str, path: str) -> None:
+    """Be the process of one transfer."""
+    act: dict[tuple[str, str], Callable[[str, Path], None]] = {
+        ("ours", "up"): our_upload,
+        ("ours", "down"): our_download,
+        ("s3transfer", "up"): their_upload,
+        ("s3transfer", "down"): their_download,
+    }
+    act[client, way](root, Path(path))
+
+
+def our_upload(root: str, path: Path) -> None:
+    """Put a file as a sidecar puts a slot: from its mapping."""
+    from toprope.store.names import Key  # noqa: PLC0415 - only this process needs it
+    from toprope.store.objects.opening import open_store  # noqa: PLC0415 - as above
+
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as mapped:
+        open_store(root).create(Key("job/object"), memoryview(mapped))
+
+
+def our_download(root: str, path: Path) -> None:
+    """Get an object as a restore stages it: into the mapping of a new file."""
+    from toprope.store import digest  # noqa: PLC0415 - only this process needs it
+    from toprope.store.names import Key  # noqa: PLC0415 - as above
+    from toprope.store.objects.opening import open_store  # noqa: PLC0415 - as above
+
+    store, key = open_store(root), Key("job/object")
+    size = store.size(key)
+    with path.open("w+b") as file:
+        os.posix_fallocate(file.fileno(), 0, size)
+        with mmap.mmap(file.fileno(), size) as mapped, memoryview(mapped) as view:
+
+            def fill(start: int) -> bytes:
+                end = min(start + digest.CHUNK_BYTES, size)
+                view[start:end] = store.read(key, start=start, length=end - start)
+                return b""
+
+            for _ in digest.read_ahead(fill, range(0, size, digest.CHUNK_BYTES)):
+                pass
+
+
+@contextlib.contextmanager
+def _their_client(root: str) -> Iterator[Any]:
+    import boto3  # noqa: PLC0415 - only this process needs it
+    from botocore.config import Config  # noqa: PLC0415 - as above
+
+    from toprope.store.objects.s3_location import parse_location  # noqa: PLC0415 - as above
+
+    config = Config(s3={"addressing_style": "path"})
+    yield boto3.client("s3", endpoint_url=parse_location(root).endpoint, region_name="us-east-1", config=config)
+
+
+def their_upload(root: str, path: Path) -> None:
+    """Put a file with ``upload_file``, which is s3transfer."""
+    with _their_client(root) as client:
+        client.upload_file(str(path), BUCKET, f"{_BASELINE}/job/object")
+
+
+def their_download(root: str, path: Path) -> None:
+    """Get an object with ``download_file``, which is s3transfer."""
+    with _their_client(root) as client:
+        client.download_file(BUCKET, f"{_BASELINE}/job/object", str(path))
+
+
+def figures_of(samples: list[Sample], *, mib: int) -> dict[str, Any]:
+    """Return medians for each way and client, and each client's speed as a share of the best one's."""
+    rows: dict[str, dict[str, dict[str, float]]] = {}
+    for way in ("up", "down"):
+        of_way = [one for one in samples if one.way == way]
+        medians = {
+            client: {
+                name: statistics.median(getattr(one, name) for one in of_way if one.client == client)
+                for name in ("seconds", "client_cpu_s", "server_cpu_s", "peak_anonymous_mib")
+            }
+            for client in CLIENTS
+            if any(one.client == client for one in of_way)
+        }
+        best = min(row["seconds"] for row in medians.values())
+        rows[way] = {
+            client: row | {"mib_s": mib / row["seconds"], "of_best": best / row["seconds"]}
+            for client, row in medians.items()
+        }
+    return {"mib": mib, "cpus": os.cpu_count(), "rows": rows}
+
+
+def show(figures: dict[str, Any]) -> None:
+    """Print the table."""
+    print(f"{figures['mib']} MiB, medians, {figures['cpus']} CPUs")
+    print(f"{'':16} {'MiB/s':>7} {'of best':>8} {'client CPU s':>13} {'server CPU s':>13} {'anonymous MiB':>14}")
+    for way, clients in figures["rows"].items():
+        for client, row in clients.items():
+            print(
+                f"{way:5} {client:10} {row['mib_s']:7.0f} {row['of_best']:8.2f} {row['client_cpu_s']:13.2f} "
+                f"{row['server_cpu_s']:13.2f} {row['peak_anonymous_mib']:14.0f}"
+            )
+
+
+if __name__ == "__main__":
+    main()
