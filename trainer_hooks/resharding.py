@@ -283,10 +283,9 @@ class _Plan:
         values = self._values(section)
         if not values:
             return  # missing, as the check will say
-        if self._same_world:
-            document[section] = self._own(section, values[self.rank]) if self.rank in values else None
-            return
-        if section in PER_RANK:
+        if self._same_world and self.rank in values:
+            document[section] = self._own(section, values[self.rank])
+        elif section in PER_RANK:
             self._data(section, values, document)
         else:
             document[section] = self._equal(section, values)

@@ -155,6 +155,20 @@ def test_an_index_of_another_image_is_not_staged(memory: Memory) -> None:
     objects.create(key, encode(other))
     with pytest.raises(StagingError, match=f"its image has {len(longer)} bytes; expected {len(BODY)}"):
         staging(memory, FakePeers(), objects, Way(kind="object", tier="object", key=key))()
+    alike = image(attempt=1, attempt_uid=NEW, step=1, rank=0, world=1, payload=4096, job_uid="0b" * 16)
+    assert len(alike) == len(BODY)
+    other = index_of(hash_image(memoryview(alike), name="k"), key=Key(STORED.files[0].key))
+    key = index_key("job", attempt=1, step=1, rank=0, world=1, sha256=sha256(encode(other)))
+    objects = stored(alike)
+    objects.create(key, encode(other))
+    for tensors in (frozenset({ALL}), frozenset[str]()):
+        shard = RestoreShard(rank=0, bytes=len(BODY), digest=DIGEST, sources=())
+        way = Way(kind="object", tier="object", key=key)
+        request = Stage(
+            attempt_uid=NEW, source_attempt_uid=UID, step=1, shard=shard, ways=(way,), tensors=tensors, part=1
+        )
+        with pytest.raises(StagingError, match=f"its digest is {other.digest}; expected {DIGEST}"):
+            Stager(memory=memory, peers=FakePeers(), objects=objects, doubt=lambda *_: None).stage(request)
 
 
 def test_staged_files_of_other_attempts_go_and_those_of_the_current_stay(memory: Memory) -> None:

@@ -20,6 +20,7 @@ from torch import nn
 from toprope.chaos.live.forking import ForkServer
 from toprope.chaos.live.processes import become_subreaper
 from toprope.chaos.live.ranks import World
+from toprope.trainer_hooks import wire
 from toprope.trainer_hooks.apply import apply
 from toprope.trainer_hooks.blocks import Block, gap_in, run_of
 from toprope.trainer_hooks.errors import WorldMismatchError
@@ -27,6 +28,7 @@ from toprope.trainer_hooks.fitting import Fit, fit
 from toprope.trainer_hooks.image import Image
 from toprope.trainer_hooks.names import joined, names_of, union
 from toprope.trainer_hooks.reader import ShardReader, Stored, Target, Whole
+from toprope.trainer_hooks.source import SourceError, StagedImage, StagedSource
 from toprope.trainer_hooks.state import Parts, capture
 
 # Blocks
@@ -72,6 +74,49 @@ def test_pieces_of_any_cut_are_joined_in_any_other(shape: list[int], data: st.Da
 )
 def test_what_is_not_there_exactly_once_is_noticed(parts: list[Block], problem: str | None) -> None:
     assert gap_in(Block((0,), (4,)), parts) == problem
+
+
+def test_a_tensor_of_which_a_piece_is_missing_is_not_planned() -> None:
+    stored = (Stored(0, "a", run_of((4,), 0, 2)), Stored(1, "a", run_of((4,), 3, 4)))
+    reader = ShardReader({"w": Whole(torch.int32, (4,), stored)}, lambda *_: torch.zeros(2))
+    target = Target((4,), run_of((4,), 0, 4), torch.zeros(4, dtype=torch.int32))
+    with pytest.raises(ValueError, match="the shards hold 3 of the 4 elements"):
+        reader.plan("w", target)
+
+
+def test_of_a_staged_shard_nothing_is_read_that_was_not_asked_for(tmp_path: Path) -> None:
+    path = snapshot_file(tmp_path / "shard", {"a": torch.ones(2), "b": torch.ones(2)})
+    image = StagedImage(path, path.stat().st_size, frozenset({"a"}))
+    assert bool((image.tensor("a") == 1).all())
+    with pytest.raises(AssertionError, match="b was not asked for"):
+        image.tensor("b")
+
+
+def test_a_shard_of_another_step_or_rank_is_the_fault_of_the_source(tmp_path: Path) -> None:
+    path = snapshot_file(tmp_path / "shard", {"a": torch.ones(2)})
+
+    def asked(from_step: int, rank: int) -> StagedSource:
+        attempt = wire.Attempt(
+            job_uid=METADATA["job_uid"],
+            number=2,
+            uid="u",
+            launch_id="l",
+            round=0,
+            source="held",
+            source_world=2,
+            from_step=from_step,
+            schedule=wire.Schedule(from_step=from_step, every=1),
+        )
+        size = path.stat().st_size
+        shard = wire.StagedShard(rank=rank, path=str(path), bytes=size, digest="", tier="memory", node="a")
+        return StagedSource(attempt=attempt, ask=lambda *_: (shard,))
+
+    assert asked(3, 0).whole(0).extents["a"].shape == (2,)
+    for from_step, rank in ((4, 0), (3, 1)):
+        with pytest.raises(SourceError, match="staged as"):
+            asked(from_step, rank).whole(rank)
+    with pytest.raises(SourceError, match="no shard of rank 1"):
+        asked(3, 0).heads([1])
 
 
 # Documents of several ranks, saved in one process
@@ -179,6 +224,22 @@ def test_keys_are_checked_for_all_ranks_together(tmp_path: Path) -> None:
     both = {"a": linear(9.0), "b": linear(9.0)}
     apply(fitted(source, model=both).loaded)
     assert [float(model.weight[0, 0].detach()) for model in both.values()] == [1.0, 2.0]
+
+
+def test_a_stage_that_moves_to_another_rank_of_as_many_brings_its_schedule_along(tmp_path: Path) -> None:
+    def stage(name: str, rate: float) -> dict[str, Any]:
+        model = linear(rate)
+        optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        return {"model": {name: model}, "optimizer": {name: optimizer}, "lr_scheduler": {name: schedule}}
+
+    source = saved(tmp_path, [stage("a", 1.0), stage("b", 2.0)])
+    live = stage("b", 9.0)
+    names = union([names_of(Parts(**stage(name, 1.0))) for name in "ab"])
+    apply(fit(Parts(**live), source, names, rank=0, world=2).loaded)
+    assert float(live["model"]["b"].weight[0, 0].detach()) == 2.0
+    assert live["optimizer"]["b"].param_groups[0]["lr"] == 2.0
+    assert live["lr_scheduler"]["b"].base_lrs == [2.0]
 
 
 class Position:
