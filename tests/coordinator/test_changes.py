@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
-from collections.abc import AsyncIterator
+import os
+import subprocess
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -240,6 +243,35 @@ def test_gc_that_cant_read_what_is_kept_deletes_nothing_and_says_what_to_do(
     ckpt("unpin", tmp_path, "job@10")
     assert ckpt("gc", tmp_path, "--retain", "last=1") == 0
     assert verified(tmp_path) == [40, 50]
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 1 MiB."""
+    directory = tmp_path / "disk"
+    directory.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(directory)]
+    if subprocess.run(command, capture_output=True, check=False).returncode:
+        pytest.skip("may not mount a tmpfs here")
+    assert subprocess.run(["mountpoint", "-q", str(directory)], check=False).returncode == 0
+    yield directory
+    subprocess.run(["umount", str(directory)], check=True)
+
+
+def test_on_a_full_store_what_is_condemned_makes_room_for_the_record_that_retires(
+    small_disk: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("toprope.store.log.BACK_OFF_S", ())
+    job = small_store(DirectoryStore(small_disk), steps=(10, 20, 30))
+    job.put_shard(step=25, rank=0)
+    with (small_disk / "filler").open("wb", buffering=0) as file, contextlib.suppress(OSError):
+        while True:
+            file.write(bytes(4096))
+    assert os.statvfs(small_disk).f_bavail == 0
+    assert ckpt("gc", small_disk, "--retain", "last=1") == 0
+    assert "deleting what is condemned already, then trying again" in capsys.readouterr().err
+    assert os.statvfs(small_disk).f_bavail > 0
+    assert verified(small_disk) == [20, 30]
 
 
 # --- with a coordinator

@@ -65,3 +65,23 @@ def test_what_is_wrong_with_a_bucket_is_one_line_and_its_status(
     err = capsys.readouterr().err
     assert "refuses access (403 AccessDenied)" in err
     assert SECRET_KEY not in err
+
+
+@pytest.mark.parametrize("server", ["strict", "real"])
+def test_pin_and_gc_change_a_bucket(
+    request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str], server: str
+) -> None:
+    root = request.getfixturevalue("s3_root") if server == "real" else strict_root(request.getfixturevalue("strict"))
+    store = open_store(root, write=True)
+    small_store(store, steps=(10, 20, 30, 40), name="gpt")
+    assert main(["pin", root, "gpt@10"]) == 0
+    assert main(["job", "retain", root, "last=1"]) == 0
+    capsys.readouterr()
+    before = set(store.list("gpt/"))
+    assert main(["gc", root, "--json"]) == 0
+    done = json.loads(capsys.readouterr().out)
+    gone = before - set(store.list("gpt/"))
+    assert {one["key"] for one in done["garbage"]["condemned"]} == gone
+    assert {key.partition("s0000000")[2][:2] for key in gone} == {"20"}
+    assert main(["verify", root]) == 0
+    assert "all good: 3 checkpoints" in capsys.readouterr().err
