@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import runpy
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,8 @@ def spoil(what: str) -> None:
         models[id(self)] = named["model"]
         made(self, *arguments, **named)
 
-    def restore(self: Checkpointer) -> int:
-        step = restored(self)
+    def restore(self: Checkpointer, warm_up: Callable[[], object] | None = None) -> int:
+        step = restored(self, warm_up)
         if step > 0 and what == "rng":
             torch.rand(1)
         elif step > 0:

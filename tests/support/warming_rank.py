@@ -48,7 +48,7 @@ def _wait_free(checkpointer: Checkpointer, count: int) -> None:
     session = checkpointer._session
     assert session is not None
     with session._news:
-        assert session._news.wait_for(lambda: len(session.slots._free) >= count, 30)
+        assert session._news.wait_for(lambda: len(session.slots._free) >= count, 100)
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -199,6 +199,7 @@ def train_two_steps(sidecar: FakeSidecar) -> None:
     checkpointer.close()
 
 
+@pytest.mark.long
 def test_default_ddp_goes_on_bit_for_bit_with_a_warm_up_and_only_then(tmp_path: Path, memory_dir: Path) -> None:
     with contextlib.ExitStack() as stack:
         jobs = {
@@ -216,7 +217,7 @@ def test_default_ddp_goes_on_bit_for_bit_with_a_warm_up_and_only_then(tmp_path: 
         )
         ranks.start()
         try:
-            ranks.finish()
+            ranks.finish(timeout_s=110.0)
         finally:
             ranks.stop()
         found = [json.loads((ranks.out / f"found-{rank}.json").read_text()) for rank in range(WORLD)]
