@@ -15,7 +15,7 @@ from tests.support.lazy_trial import HeldCopier, Net, Trial
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
-from toprope.trainer_hooks import HookError, fence, lazy, wire
+from toprope.trainer_hooks import HookError, cuda, fence, lazy, wire
 from toprope.trainer_hooks.slot import SlotState, read_page
 from toprope.trainer_hooks.state import Parts, capture
 
@@ -331,10 +331,12 @@ def test_a_closed_hook_and_a_copied_optimizer_have_no_fence(sidecar: FakeSidecar
     assert not optimizer._optimizer_step_pre_hooks
 
 
-@pytest.mark.parametrize(("cuda", "capturable", "fit"), [(True, True, False), (True, False, True), (False, True, True)])
-def test_what_may_be_part_of_a_cuda_graph_is_not_fit(*, cuda: bool, capturable: bool, fit: bool) -> None:
+@pytest.mark.parametrize(
+    ("on_cuda", "capturable", "fit"), [(True, True, False), (True, False, True), (False, True, True)]
+)
+def test_what_may_be_part_of_a_cuda_graph_is_not_fit(*, on_cuda: bool, capturable: bool, fit: bool) -> None:
     optimizer: Any = SimpleNamespace(
-        param_groups=[{"capturable": capturable, "params": [SimpleNamespace(is_cuda=cuda)]}]
+        param_groups=[{"capturable": capturable, "params": [SimpleNamespace(is_cuda=on_cuda)]}]
     )
     assert (fence.why_unfit(optimizer) == "") is fit
 
@@ -358,3 +360,38 @@ def test_work_that_fails_voids_the_snapshot_and_opens_the_fence(sidecar: FakeSid
     one.end_step()
     assert one.hook.stats.skipped["void"] == 1
     one.hook.close("nothing")
+
+
+def test_a_copy_from_a_device_is_asked_for_compared_and_sampled_like_any_other() -> None:
+    source = torch.arange(4096.0)
+    move = cuda.DeviceMove(torch.zeros(4096), source)
+    sound = [move.sample(turn) for turn in range(3)]
+    assert not move.same()
+    with cuda.beside([]):
+        move.run()
+    assert move.same()
+    assert all(check() for check in sound)
+    source.add_(1)
+    assert not move.same()
+    assert not any(check() for check in sound), "the live tensor is not what it was"
+    move.run()
+    assert not any(check() for check in sound), "nor is the copy, although both are the same"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_a_lazy_snapshot_of_a_device_equals_the_state_at_the_end_of_its_step(
+    sidecar: FakeSidecar, tmp_path: Path
+) -> None:
+    model = Net().cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    one = Trial(
+        sidecar,
+        Parts(model=model, optimizer=optimizer),
+        stepping(optimizer),
+        backward=lambda: (model(torch.randn(8, 128, device="cuda")) ** 2).mean().backward(),
+    )
+    one.until_lazy()
+    one.train(20)
+    assert one.hook.close()
+    assert one.check(tmp_path) == one.step - 1
