@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
@@ -33,8 +34,11 @@ from toprope.trainer_hooks.tree import Decoder, Json
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+logger = logging.getLogger("toprope")
 _MAX_NAMED = 20
 _NOTHING = torch.empty(0)
+_TOLD = (bool, int, float, str)
+"""A setting of the trainer's that a restore changes is said, such as the number of accumulated micro-batches."""
 
 
 class Held(Protocol):
@@ -399,7 +403,10 @@ def _apply_extra(loaded: Loaded, extra: Stateful | MutableMapping[str, Any]) -> 
         extra.load_state_dict(loaded.values(saved["whole"]))
         return
     for name, value in saved["plain"].items():
-        extra[name] = _graft(extra.get(name), loaded.values(value))
+        live, restored = extra.get(name), loaded.values(value)
+        if name in extra and isinstance(live, _TOLD) and isinstance(restored, _TOLD) and live != restored:
+            logger.info("extra.%s was %.80r here and is %.80r now, as in the checkpoint", name, live, restored)
+        extra[name] = _graft(live, restored)
     for name, value in saved["stateful"].items():
         part = as_stateful(extra[name])
         assert part is not None, "checked before"

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from tests.support.fake_sidecar import FakeSidecar
-from tests.support.tiny_trainer import Tiny, tiny
+from tests.support.tiny_trainer import Tiny, raw, tiny
 from torch import nn
 
 from toprope.trainer_hooks import Checkpointer, HookError, wire
+from toprope.trainer_hooks.image import Image
 
 
 @pytest.fixture
@@ -20,8 +23,8 @@ def sidecar(memory_dir: Path) -> Iterator[FakeSidecar]:
         yield fake
 
 
-def hook(sidecar: FakeSidecar, trainer: Tiny, *, strict: bool = False) -> Checkpointer:
-    return Checkpointer(job="j", socket=sidecar.socket_path, strict=strict, **trainer.named())
+def hook(sidecar: FakeSidecar, trainer: Tiny, **more: Any) -> Checkpointer:  # noqa: ANN401 - as the Checkpointer has it
+    return Checkpointer(job="j", socket=sidecar.socket_path, **trainer.named(), **more)
 
 
 def end_step(checkpointer: Checkpointer, step: int) -> None:
@@ -45,7 +48,6 @@ def train(checkpointer: Checkpointer, trainer: Tiny, *, last: int) -> int:
     return last + 1 - first
 
 
-@pytest.mark.fault("B48")
 def test_a_job_that_is_at_its_last_step_ends_well_and_saves_nothing(sidecar: FakeSidecar) -> None:
     trainer = tiny()
     assert train(hook(sidecar, trainer), trainer, last=4) == 4
@@ -73,7 +75,6 @@ class Accumulating:
         self.tiny.schedule.step()
 
 
-@pytest.mark.fault("B47")
 def test_a_snapshot_is_of_the_edge_of_a_window_of_accumulated_gradients(sidecar: FakeSidecar) -> None:
     """The job is killed in the middle of a window; what was accumulated there is computed again."""
     reference = Accumulating(1, window=4)
@@ -98,6 +99,74 @@ def test_a_snapshot_is_of_the_edge_of_a_window_of_accumulated_gradients(sidecar:
     checkpointer.close()
     assert saved.tiny.data.seen[:8] + live.tiny.data.seen == reference.tiny.data.seen
     assert live.tiny.digest() == expected
+
+
+@pytest.mark.fault("B47")
+@pytest.mark.parametrize("window", [4, 3])
+def test_a_resume_with_another_window_loses_and_doubles_no_sample_and_is_told_of_the_change(
+    sidecar: FakeSidecar, caplog: pytest.LogCaptureFixture, window: int
+) -> None:
+    """The job is killed at micro-batch 10 of windows of 4; its newest snapshot is of the edge, at 8."""
+    reference = Accumulating(1, window=4)
+    for _ in range(2):
+        reference.step()
+    reference.window = window
+    for _ in range(4):
+        reference.step()
+    saved = Accumulating(1, window=4)
+    checkpointer = hook(sidecar, saved.tiny, extra={"accumulation": saved.window})
+    assert checkpointer.restore() == 0
+    for step in (1, 2):
+        saved.step()
+        end_step(checkpointer, step)
+    for _ in range(2):  # micro-batches 9 and 10
+        saved.tiny.data.next()
+    checkpointer.close()
+    live = Accumulating(9, window=window)
+    extra = {"accumulation": window}
+    checkpointer = hook(sidecar, live.tiny, extra=extra)
+    with caplog.at_level(logging.INFO, "toprope"):
+        assert checkpointer.restore() == 2
+    told = [line for line in caplog.messages if "accumulation" in line]
+    assert told == ([] if window == 4 else ["extra.accumulation was 3 here and is 4 now, as in the checkpoint"])
+    assert extra == {"accumulation": 4}
+    for step in range(3, 7):
+        live.step()
+        end_step(checkpointer, step)
+    checkpointer.close()
+    assert saved.tiny.data.seen[:8] + live.tiny.data.seen == reference.tiny.data.seen
+    assert live.tiny.digest() == reference.tiny.digest()
+
+
+@pytest.mark.fault("B04")
+def test_slots_that_are_read_late_hold_the_bytes_of_their_own_step(sidecar: FakeSidecar, tmp_path: Path) -> None:
+    """A peer that is slow has a slot for long: the steps that find none are skipped, and none is a blend."""
+    sidecar.lend = sidecar.lend_again = False
+    trainer = tiny()
+    checkpointer = hook(sidecar, trainer)
+    assert checkpointer.restore() == 0
+    trainer.step()
+    checkpointer.end_step(1)  # which shows how large a slot must be
+    sidecar.lend_slots()
+    session = checkpointer._session
+    assert session is not None
+    with session._news:
+        assert session._news.wait_for(lambda: len(session.slots._free) == sidecar.slot_count, 20)
+    golden = {}
+    for step in range(2, 8):
+        trainer.step()
+        checkpointer.end_step(step)
+        golden[step] = {name: raw(tensor) for name, tensor in trainer.model.state_dict().items()}
+    sidecar.wait_image(4)
+    found = {}
+    for number in range(sidecar.slot_count):
+        path = tmp_path / str(number)
+        path.write_bytes(sidecar.slot(0, number).data.read_bytes())  # only now, after the last step
+        image = Image(path, path.stat().st_size)
+        found[int(image.metadata["step"])] = {name: raw(image.tensor(f"model.{name}")) for name in golden[2]}
+    assert found == {step: golden[step] for step in (2, 3, 4)}
+    assert checkpointer.stats.skipped == {"no free slot": 4}
+    checkpointer.close("nothing")
 
 
 def test_a_state_that_becomes_one_that_cannot_be_kept_costs_snapshots_and_no_training(sidecar: FakeSidecar) -> None:
