@@ -15,6 +15,7 @@ from toprope.store.checkpoint import Damage
 from toprope.store.cli_shared import AsJson, JobOption, Root, StepOption, metered, print_json, put, say
 from toprope.store.errors import NothingToVerifyError, UsageError
 from toprope.store.fold import JobState
+from toprope.store.log import read_on
 from toprope.store.objects.opening import open_store
 from toprope.store.objects.protocol import ObjectStore
 from toprope.store.sample import Sample, Sampled, parsed_sample, sample_checkpoint, untold
@@ -82,7 +83,11 @@ def verify(  # noqa: PLR0913 - one for each option
                 put(f"{'DAMAGED':<8} job {state.job}, facts")
                 _print_damages(of_job)
             for seq in seqs:
-                found.append(_verified(watched, state, seq, part, deep))
+                one = _verified(watched, state, seq, part, deep)
+                if one.report.damages and seq in read_on(store, state).retired:
+                    say(f"step {one.report.step} of job {state.job} was retired meanwhile, and is passed over")
+                    continue
+                found.append(one)
                 if not as_json:
                     _print_found(found[-1], deep)
     good = not facts and all(one.is_good for one in found)

@@ -31,8 +31,9 @@ from toprope.store.changes import ChangeRequest
 from toprope.store.fold import JobState
 from toprope.store.log import read_entries, read_log
 from toprope.store.objects.directory import DirectoryStore
+from toprope.store.objects.protocol import ObjectStore
 from toprope.store.records import Elected, Pin
-from toprope.store.verify import verify_checkpoint
+from toprope.store.verify import CheckpointReport, verify_checkpoint
 
 ANYWHERE = Address(host="127.0.0.1", port=0)
 PATIENCE_S = 20.0
@@ -243,6 +244,20 @@ def test_gc_that_cant_read_what_is_kept_deletes_nothing_and_says_what_to_do(
     ckpt("unpin", tmp_path, "job@10")
     assert ckpt("gc", tmp_path, "--retain", "last=1") == 0
     assert verified(tmp_path) == [40, 50]
+
+
+def test_verify_takes_what_was_retired_and_deleted_meanwhile_for_no_damage(
+    job: JobBuilder, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def verify_late(store: ObjectStore, state: JobState, seq: int) -> CheckpointReport:
+        ckpt("gc", tmp_path, "--retain", "last=1")
+        return verify_checkpoint(store, state, seq)
+
+    monkeypatch.setattr("toprope.store.cli_verify.verify_checkpoint", verify_late)
+    assert ckpt("verify", tmp_path) == 0
+    err = capsys.readouterr().err
+    assert "step 10 of job job was retired meanwhile, and is passed over" in err
+    assert "all good: 2 checkpoints" in err
 
 
 @pytest.fixture

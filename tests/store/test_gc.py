@@ -315,7 +315,7 @@ def test_a_hold_beats_and_a_listing_always_finds_it() -> None:
     job = small_store(store)
 
     def watch() -> None:
-        beats = set()
+        beats: set[Key] = set()
         while len(beats) < 5:
             there = objects_under(store, "/holds/")
             assert there
