@@ -276,6 +276,7 @@ def test_an_optimizer_in_the_backward_pass_is_never_copied_later(sidecar: FakeSi
     assert one.check(tmp_path) == one.step - 1
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # the compiler's own
 def test_a_compiled_update_has_no_fence_and_is_never_copied_later(sidecar: FakeSidecar, tmp_path: Path) -> None:
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
