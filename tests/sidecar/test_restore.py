@@ -82,7 +82,7 @@ def test_a_shard_comes_from_the_object_store_when_nobody_else_has_it(nodes: Make
         expected = trainer.image(4)
     node.kill()
     fresh.start()
-    sources = (Source(tier="memory", node="a", url=node.url), Source(tier="object", key=receipt.key))
+    sources = (Source(tier="memory", node="a", url=node.url), Source(tier="object", key=receipt.index_key))
     with restart(fresh, stub, receipt, *sources) as trainer:
         (shard,) = trainer.join(2, f"{2:032x}").shards
         assert shard.tier == "object"
