@@ -271,7 +271,8 @@ class FakeSidecar:
         for rank in [want.rank for want in join.wants if want.rank < known.attempt.source_world]:
             image = self.images[step, rank]
             path = self.directory / f"staged-{uid}-{rank}"
-            path.write_bytes(image)
+            if not path.exists():  # another rank may be reading it
+                path.write_bytes(image)
             shards.append(
                 wire.StagedShard(
                     rank=rank,
