@@ -79,7 +79,7 @@ class TierBook:
         return [
             (record, shard)
             for record, shard in slots
-            if is_due(cadence, shard.step, every=every)
+            if (shard.asked or is_due(cadence, shard.step, every=every))
             and shard not in there
             and not self._overtaken(tier, shard)
             and (tier == "local" or shard.attempt_uid == attempt_uid)

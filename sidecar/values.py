@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 from toprope.coordinator.wire import Cadence, Copy, Tier
@@ -49,7 +49,10 @@ class Identity:
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class Shard:
-    """The snapshot of one rank after one step of one attempt, as so many bytes of this digest."""
+    """The snapshot of one rank after one step of one attempt, as so many bytes of this digest.
+
+    ``asked``: the trainer asked for it by name, so each tier takes it; that is no part of which shard it is.
+    """
 
     attempt: int
     step: int
@@ -58,6 +61,7 @@ class Shard:
     world: int
     bytes: int
     digest: str
+    asked: bool = field(default=False, compare=False)
 
     @property
     def of_step(self) -> tuple[str, int]:
@@ -115,6 +119,7 @@ def shard_of_page(page: Page) -> Shard:
         world=page.world,
         bytes=page.bytes,
         digest=page.digest,
+        asked=page.asked,
     )
 
 

@@ -38,7 +38,10 @@ class SlotState(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Page:
-    """The content of a control page. ``bytes`` is the image's length, ``digest`` its XXH3-128 once it was hashed."""
+    """The content of a control page. ``bytes`` is the image's length, ``digest`` its XXH3-128 once it was hashed.
+
+    ``asked``: the trainer asked for this step by name, so each tier takes it, whatever its cadence.
+    """
 
     state: SlotState = SlotState.EMPTY
     seq: int = 0
@@ -50,6 +53,7 @@ class Page:
     step: int = 0
     bytes: int = 0
     digest: str = ""
+    asked: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

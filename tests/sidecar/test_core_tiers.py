@@ -9,8 +9,9 @@ from tests.support.core_driver import JOB_UID, UID, Driver, shard
 from toprope.coordinator.wire import Cadence, Desired, Member, ReadBack, ReadBackTask
 from toprope.sidecar import effects as do
 from toprope.sidecar import events as on
-from toprope.sidecar.values import coarseness
+from toprope.sidecar.values import coarseness, shard_of_page
 from toprope.trainer_hooks import wire
+from toprope.trainer_hooks.slot import Page, SlotState
 
 OFTEN = Cadence(from_step=0, every=1, local_every=1, object_every=1)
 
@@ -32,6 +33,15 @@ def test_a_due_step_goes_to_local_and_object_tier_and_others_do_not() -> None:
     assert driver.all(do.StoreObject) == []
     driver.snapshot(2, 4)
     assert [effect.shard.step for effect in driver.all(do.StoreObject)] == [4]
+
+
+def test_a_step_that_its_trainer_asked_for_goes_to_each_tier_whatever_the_cadence() -> None:
+    driver = training(Cadence(from_step=0, every=2, local_every=4, object_every=8))
+    driver.seal(0, 7)
+    page = Page(state=SlotState.HASHED, world=1, attempt=1, attempt_uid=UID, step=7, bytes=50, asked=True)
+    driver.on(on.SlotHashed(slot=0, seq=1, shard=shard_of_page(page)))
+    assert [effect.shard.step for effect in driver.all(do.StoreLocal)] == [7]
+    assert [effect.shard.step for effect in driver.all(do.StoreObject)] == [7]
 
 
 def test_each_tier_takes_one_shard_at_a_time_and_then_the_coarsest_that_waits() -> None:
