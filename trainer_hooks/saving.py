@@ -5,8 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import dataclass, field
 
 import torch
 
@@ -16,13 +15,13 @@ from toprope.trainer_hooks.errors import HookError, SupersededError, UsageError
 from toprope.trainer_hooks.image import Plan, plan_image, write_image
 from toprope.trainer_hooks.launch import World
 from toprope.trainer_hooks.lazy import Lazy
+from toprope.trainer_hooks.sealing import Sealer, is_hashed
 from toprope.trainer_hooks.session import Session
-from toprope.trainer_hooks.slot import Page, SlotState, read_page, write_page
+from toprope.trainer_hooks.slot import Page
 from toprope.trainer_hooks.slots import Grant
 from toprope.trainer_hooks.state import Snapshot
 
 logger = logging.getLogger("toprope")
-_DOCUMENT_ROOM_BYTES = 64 * 1024
 
 
 @dataclass(slots=True)
@@ -58,7 +57,7 @@ class Saver:
         self.stats = stats
         self._session = session
         self._attempt = attempt
-        self._world = world
+        self._sealer = Sealer(session, attempt, world)
         self._capture = capture
         self._strict = strict
         self._schedule = attempt.schedule
@@ -112,8 +111,7 @@ class Saver:
         self._announce_size(plan.image_bytes(len(snapshot.document)), len(snapshot.document))
 
     def _announce_size(self, image_bytes: int, document_bytes: int) -> None:
-        self._announced_bytes = image_bytes + document_bytes // 2 + _DOCUMENT_ROOM_BYTES
-        self._session.size(self._announced_bytes)
+        self._announced_bytes = self._sealer.announce(image_bytes, document_bytes)
 
     def _save(self, step: int) -> None:
         if not self._session.connected:
@@ -143,62 +141,37 @@ class Saver:
 
     def _plan_for(self, snapshot: Snapshot) -> Plan:
         if self._plan is None or not self._plan.fits(snapshot.tensors, snapshot.pieces):
-            self._plan = plan_image(snapshot.tensors, self._metadata(0), snapshot.pieces)
+            self._plan = plan_image(snapshot.tensors, self._sealer.metadata(0), snapshot.pieces)
         return self._plan
 
-    def _metadata(self, step: int) -> dict[str, str]:
-        return {
-            "job_uid": self._attempt.job_uid,
-            "attempt": str(self._attempt.number),
-            "attempt_uid": self._attempt.uid,
-            "step": str(step),
-            "rank": str(self._world.rank),
-            "world": str(self._world.size),
-        }
-
     def _fill(self, grant: Grant, step: int, plan: Plan, snapshot: Snapshot) -> None:
-        slot = grant.slot
-        page = Page(
-            state=SlotState.WRITING,
-            seq=slot.seq,
-            launch_id=self._attempt.launch_id,
-            rank=self._world.rank,
-            world=self._world.size,
-            attempt=self._attempt.number,
-            attempt_uid=self._attempt.uid,
-            step=step,
-        )
         later = self._lazy.later(snapshot)
         try:
-            write_page(Path(slot.page_path), page)
+            page = self._sealer.begin(grant, step)
             written = write_image(
                 grant.target,
                 plan,
                 snapshot.tensors,
                 snapshot.document,
-                self._metadata(step),
+                self._sealer.metadata(step),
                 later=later,
                 copier=self._copier,
             )
             if not later:
-                self._seal(grant, replace(page, state=SlotState.SEALED, bytes=written))
+                self._seal(grant, page, written)
         except OSError as error:
             self._give_up(grant, step, plan.image_bytes(len(snapshot.document)), "slot can't be written", str(error))
             return
         self._lazy.prove(grant.target, plan, snapshot)
         if later:
-            sealed = replace(page, state=SlotState.SEALED, bytes=written)
             self._begun = (grant, step, written)
-            self._lazy.start(grant.target, plan, snapshot, later, lambda: self._seal(grant, sealed))
+            self._lazy.start(grant.target, plan, snapshot, later, lambda: self._seal(grant, page, written))
         elif self._trouble:
             self._note_recovery(step)
 
-    def _seal(self, grant: Grant, page: Page) -> None:
+    def _seal(self, grant: Grant, page: Page, image_bytes: int) -> None:
         """Hand a slot over, now that all of it is written; on the thread that has written the last of it."""
-        write_page(Path(grant.slot.page_path), page)
-        sealed = self._sealed(grant, page.step, page.bytes)
-        self._session.sealed(sealed)
-        self._last = (grant.slot, sealed)
+        self._last = (grant.slot, self._sealer.seal(grant, page, image_bytes))
         self.stats.snapshot_step = page.step
         self.stats.snapshots += 1
 
@@ -234,22 +207,14 @@ class Saver:
 
     def _give_up(self, grant: Grant, step: int, image_bytes: int, reason: str, detail: str) -> None:
         """Skip a step whose slot is not whole: the sidecar sees from its page that it is not, and takes it back."""
-        self._session.sealed(self._sealed(grant, step, image_bytes))
+        self._sealer.give_up(grant, step, image_bytes)
         self._skip(step, reason, detail)
-
-    def _sealed(self, grant: Grant, step: int, image_bytes: int) -> wire.Sealed:
-        slot = grant.slot
-        return wire.Sealed(slot=slot.slot, seq=slot.seq, attempt_uid=self._attempt.uid, step=step, bytes=image_bytes)
 
     def last_is_hashed(self) -> bool:
         """Say whether the sidecar has hashed the newest snapshot, or has gone on to use its slot again."""
         if self._lazy.busy:
             return False
-        if self._last is None:
-            return True
-        slot, sealed = self._last
-        page = read_page(Path(slot.page_path))
-        return page.seq != sealed.seq or page.state not in {SlotState.WRITING, SlotState.SEALED}
+        return self._last is None or is_hashed(*self._last)
 
     def retake(self, step: int) -> bool:
         """Take the snapshot that was skipped at the end of this step; return False when it can't be taken yet."""
