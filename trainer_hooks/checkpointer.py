@@ -17,11 +17,12 @@ from torch import nn
 from toprope.trainer_hooks import warmup, wire
 from toprope.trainer_hooks.elastic import sampler_of
 from toprope.trainer_hooks.ending import Closed, Level, reaches, versions
+from toprope.trainer_hooks.entering import Entry, located
 from toprope.trainer_hooks.errors import SidecarUnavailableError, UsageError
 from toprope.trainer_hooks.launch import own_launch_id, this_world
 from toprope.trainer_hooks.modules import model_state
 from toprope.trainer_hooks.names import joined, names_of, of_all, union
-from toprope.trainer_hooks.restoring import Restorer, agree
+from toprope.trainer_hooks.restoring import Restorer
 from toprope.trainer_hooks.saving import Saver, Stats
 from toprope.trainer_hooks.session import Session
 from toprope.trainer_hooks.spec import spec_of
@@ -161,7 +162,7 @@ class Checkpointer:
         assert self._session is not None
         spec = joined(of_all(world, spec_of(self._parts)))
         names = union(of_all(world, names_of(self._parts)))
-        restorer = Restorer(self._session, self._parts, world, launch_id, spec, names)
+        restorer = Restorer(Entry(self._session, world, launch_id, spec), self._parts, names)
         attempt = restorer.restore(members)
         self._sources = restorer.staged
         if self._saver is not None:
@@ -186,20 +187,16 @@ class Checkpointer:
     def _members(self, launch_id: str) -> tuple[wire.Member, ...] | None:
         """Return where all ranks sit; None to go on without a sidecar."""
 
-        def greet() -> dict[str, Any]:
+        def greet() -> wire.Welcome | None:
             check_values(self._parts, rank=self._world.rank, world=self._world.size)
             try:
-                welcome = self._connected(launch_id).wait_welcome(self._settings.sidecar_timeout_s)
+                return self._connected(launch_id).wait_welcome(self._settings.sidecar_timeout_s)
             except SidecarUnavailableError:
                 if self._settings.fresh_ok:
-                    return {}
+                    return None
                 raise
-            return {"node": welcome.node, "boot_id": welcome.boot_id}
 
-        answers = agree(self._world, greet)
-        if not all(answers):
-            return None
-        return tuple(wire.Member(rank=rank, **answer) for rank, answer in enumerate(answers))
+        return located(self._world, greet)
 
     def _connected(self, launch_id: str) -> Session:
         if self._session is None:

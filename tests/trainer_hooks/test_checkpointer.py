@@ -28,8 +28,9 @@ from toprope.trainer_hooks import (
     SupersededError,
     UnsupportedLeafError,
     UsageError,
-    restoring,
+    entering,
     saving,
+    sealing,
     wire,
 )
 from toprope.trainer_hooks import (
@@ -152,7 +153,7 @@ def test_a_page_is_writing_then_sealed_and_the_frame_comes_after(
         assert pages[-1] is SlotState.WRITING
         return write_image(*arguments, **named)
 
-    monkeypatch.setattr(saving, "write_page", page)
+    monkeypatch.setattr(sealing, "write_page", page)
     monkeypatch.setattr(saving, "write_image", image)
     trainer = tiny()
     checkpointer = _hook(sidecar, made, trainer)
@@ -394,7 +395,7 @@ def test_an_answer_that_will_not_change_is_raised_with_its_text(
 
 
 def test_busy_is_asked_again(sidecar: FakeSidecar, made: list[Checkpointer], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(restoring, "RETRY_EVERY_S", 0.01)
+    monkeypatch.setattr(entering, "RETRY_EVERY_S", 0.01)
     busy = iter(range(3))
     sidecar.refuse_open = lambda _: (
         None if next(busy, None) is None else wire.Error(code="busy", text="rank 0 on n1 lives")
@@ -408,8 +409,8 @@ def test_busy_is_asked_again(sidecar: FakeSidecar, made: list[Checkpointer], mon
 def test_asking_in_vain_ends_with_the_last_answer_and_what_to_do(
     sidecar: FakeSidecar, made: list[Checkpointer], monkeypatch: pytest.MonkeyPatch, code: str, cure: str
 ) -> None:
-    monkeypatch.setattr(restoring, "RETRY_EVERY_S", 0.01)
-    monkeypatch.setattr(checkpointer_module, "Restorer", functools.partial(restoring.Restorer, retry_for_s=0.2))
+    monkeypatch.setattr(entering, "RETRY_EVERY_S", 0.01)
+    monkeypatch.setattr(checkpointer_module, "Entry", functools.partial(entering.Entry, retry_for_s=0.2))
     sidecar.refuse_open = lambda _: wire.Error(code=code, text="rank 0 on n1 lives")
     with pytest.raises(HookError, match=rf"within 0\.2 s: rank 0 on n1 lives; .*{cure}"):
         _hook(sidecar, made, tiny()).restore()
