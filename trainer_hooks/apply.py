@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("toprope")
 _MAX_NAMED = 20
+EXTRA_STATE = "model (extra state) "
 _NOTHING = torch.empty(0)
 _TOLD = (bool, int, float, str)
 """A setting of the trainer's that a restore changes is said, such as the number of accumulated micro-batches."""
@@ -66,7 +67,8 @@ class Loaded:
     meshes: Mapping[Mesh, DeviceMesh]
     """The meshes that the trainer's own tensors are spread over."""
     left: frozenset[str] = frozenset()
-    """The sections that are left as they are: each rank has its own, and the checkpoint is of other ranks."""
+    """What is left as it is: sections of which each rank has its own, in a checkpoint of other ranks; and with
+    ``partial`` what the checkpoint does not have, under the name by which a refusal would say so."""
 
     def tensor(self, entry: dict[str, Json]) -> torch.Tensor:
         """Return what this rank holds of the tensor of a document entry; it aliases the image."""
@@ -107,32 +109,38 @@ def check(parts: Parts, images: Mapping[int, Image], *, rank: int, world: int) -
         WorldMismatchError: another number of ranks saved it.
         StateMismatchError: it does not fit; the message lists what is missing, unexpected or different.
     """
+    return checked(opened(parts, images, rank=rank, world=world))
+
+
+def opened(parts: Parts, images: Mapping[int, Image], *, rank: int, world: int) -> Loaded:
+    """Return the state in these images, of which only the layout is checked.
+
+    Raises:
+        WorldMismatchError: another number of ranks saved it.
+        StateMismatchError: another version of this package did.
+    """
     document = images[rank].document()
     if document.get("format") != FORMAT:
         raise StateMismatchError(f"state of format {document.get('format')}; this version reads format {FORMAT}")
     if document["world"] != world:
         raise WorldMismatchError(f"the checkpoint was saved by {document['world']} ranks and this job has {world}")
     model = model_state(parts.models(), world=world)
-    return checked(Loaded(document, images, parts, model, rank, _meshes(model)))
+    return Loaded(document, images, parts, model, rank, _meshes(model))
 
 
 def needed(document: dict[str, Json]) -> dict[int, set[str]]:
     """Return the tensors that a document speaks of, by the rank that stored them."""
     found: dict[int, set[str]] = {}
-    for entry in _entries(document):
+    for entry in entries_of(document):
         found.setdefault(entry["rank"], set()).add(entry["name"])
     return found
 
 
-def check_assembled(
+def assembled(
     parts: Parts, model: ModelState, document: dict[str, Json], held: Held, *, rank: int, left: frozenset[str]
 ) -> Loaded:
-    """Return the state that was put together for this rank after the same checks.
-
-    Raises:
-        StateMismatchError: it does not fit; the message lists what is missing, unexpected or different.
-    """
-    return checked(Loaded(document, {rank: held}, parts, model, rank, _meshes(model), left))
+    """Return the state that was put together for this rank, not checked yet."""
+    return Loaded(document, {rank: held}, parts, model, rank, _meshes(model), left)
 
 
 def checked(loaded: Loaded) -> Loaded:
@@ -141,7 +149,7 @@ def checked(loaded: Loaded) -> Loaded:
     Raises:
         StateMismatchError: it does not fit; the message lists what is missing, unexpected or different.
     """
-    problems = [*_entry_problems(loaded), *_section_problems(loaded)]
+    problems = [*entry_problems(loaded), *_section_problems(loaded)]
     if not problems:
         problems = [*_value_problems(loaded)]
     if not problems:
@@ -167,9 +175,9 @@ def _meshes(model: ModelState) -> dict[Mesh, DeviceMesh]:
     return {mesh_of(tensor.device_mesh): tensor.device_mesh for tensor in tensors if tensor is not None}
 
 
-def _entry_problems(loaded: Loaded) -> Iterable[str]:
+def entry_problems(loaded: Loaded) -> Iterable[str]:
     """Name each tensor of the document that is not in an image at hand."""
-    for entry in _entries(loaded.document):
+    for entry in entries_of(loaded.document):
         image = loaded.images.get(entry["rank"])
         if image is None:
             yield f"{entry['name']}: the shard of rank {entry['rank']} was not given"
@@ -192,7 +200,7 @@ def _value_problems(loaded: Loaded) -> Iterable[str]:
 
 def _mesh_problems(loaded: Loaded) -> Iterable[str]:
     """Name each tensor that was spread over a mesh that no parameter here is on, or that is not the block it should."""
-    for entry in _entries(loaded.document):
+    for entry in entries_of(loaded.document):
         spread, found = loaded.spread(entry), loaded.images[entry["rank"]].extents[entry["name"]].shape
         if spread is None:
             continue
@@ -204,7 +212,8 @@ def _mesh_problems(loaded: Loaded) -> Iterable[str]:
             yield f"{entry['name']}: stored with shape {found}, expected {held}"
 
 
-def _entries(value: Json) -> Iterable[dict[str, Json]]:
+def entries_of(value: Json) -> Iterable[dict[str, Json]]:
+    """Yield what a document says of each tensor."""
     pending = [value]
     while pending:
         item = pending.pop()
@@ -221,23 +230,24 @@ def _section_problems(loaded: Loaded) -> Iterable[str]:
     given = {"model", "rng", "format", "world", *loaded.parts.stateful()}
     given |= {"meshes", *loaded.parts.optimizers()}
     given |= {"extra"} if loaded.parts.extra is not None else set()
-    return _key_problems("", {"meshes", *loaded.document}, given - loaded.left)
+    return _key_problems(loaded, "", {"meshes", *loaded.document}, given)
 
 
-def _key_problems(prefix: str, saved: set[str], live: set[str]) -> Iterable[str]:
+def _key_problems(loaded: Loaded, prefix: str, saved: set[str], live: set[str]) -> Iterable[str]:
     for name in sorted(live - saved):
-        yield f"{prefix}{name}: missing in the checkpoint"
+        if f"{prefix}{name}" not in loaded.left:
+            yield f"{prefix}{name}: missing in the checkpoint"
     for name in sorted(saved - live):
         yield f"{prefix}{name}: in the checkpoint, unexpected here"
 
 
 def _model_problems(loaded: Loaded) -> Iterable[str]:
     saved, model = loaded.document["model"], loaded.model
-    for section, live in (("params", _kept(model)), ("buffers", model.buffers)):
-        yield from _key_problems("model.", set(saved[section]), set(live))
+    for section, live in (("params", kept_by_name(model)), ("buffers", model.buffers)):
+        yield from _key_problems(loaded, "model.", set(saved[section]), set(live))
         for name in sorted(set(saved[section]) & set(live)):
             yield from _form_problems(loaded, f"model.{name}", saved[section][name], live[name])
-    yield from _key_problems("model (extra state) ", set(saved["extra_state"]), set(model.extras))
+    yield from _key_problems(loaded, EXTRA_STATE, set(saved["extra_state"]), set(model.extras))
     if model.gathered:
         yield (
             f"model: FSDP has {model.gathered} parameters gathered; restore before the first forward pass, or call "
@@ -250,7 +260,8 @@ def _model_problems(loaded: Loaded) -> Iterable[str]:
         yield f"rng.cuda: streams of {devices} devices in the checkpoint, {len(devices_of(model))} here"
 
 
-def _kept(model: ModelState) -> dict[str, torch.Tensor]:
+def kept_by_name(model: ModelState) -> dict[str, torch.Tensor]:
+    """Return what is kept of each parameter."""
     return {name: model.kept(name) for name in model.params}
 
 
@@ -295,6 +306,8 @@ def _spread_problem(saved: Spread | None, live: torch.Tensor, *, rank: int) -> s
 
 def _optimizer_problems(loaded: Loaded) -> Iterable[str]:
     for section, optimizer in loaded.parts.optimizers().items():
+        if section in loaded.left:
+            continue
         names = optimizer_names(optimizer, loaded.model.params)
         saved, live = loaded.document[section], optimizer.param_groups
         if len(saved["groups"]) != len(live):
@@ -304,7 +317,7 @@ def _optimizer_problems(loaded: Loaded) -> Iterable[str]:
             if saved_group["params"] != [names[id(parameter)] for parameter in group["params"]]:
                 yield f"{section} group {number}: other parameters, or in another order"
             yield from _key_problems(
-                f"{section} group {number} ", set(saved_group["settings"]), set(group) - {"params"}
+                loaded, f"{section} group {number} ", set(saved_group["settings"]), set(group) - {"params"}
             )
         if saved.get("owned") != owned(optimizer, loaded.model.params):
             yield f"{section}: ZeRO gave this rank other parameters than here, or only one of both is ZeRO"
@@ -312,29 +325,39 @@ def _optimizer_problems(loaded: Loaded) -> Iterable[str]:
 
 def _extra_problems(loaded: Loaded) -> Iterable[str]:
     extra = loaded.parts.extra
-    if extra is None:
+    if extra is None or "extra" in loaded.left:
         return
     saved = loaded.document["extra"]
     if isinstance(extra, MutableMapping) != ("plain" in saved):
         yield "extra: a dict in one of checkpoint and trainer, an object with state_dict() in the other"
     elif isinstance(extra, MutableMapping):
         stateful = {name for name, value in extra.items() if as_stateful(value) is not None}
-        yield from _key_problems("extra (with state_dict) ", set(saved["stateful"]), stateful)
-        for name in sorted(set(extra) - stateful - set(saved["plain"])):
-            yield f"extra.{name}: missing in the checkpoint"
+        yield from _key_problems(loaded, "extra (with state_dict) ", set(saved["stateful"]), stateful)
+        yield from _key_problems(loaded, "extra.", set(saved["plain"]), {*saved["plain"], *extra} - stateful)
 
 
 def apply(loaded: Loaded) -> None:
     """Write the state into the trainer. The random streams come last, for others may draw from them."""
     parts, document = loaded.parts, loaded.document
     with torch.no_grad():
-        for section, live in (("params", _kept(loaded.model)), ("buffers", loaded.model.buffers)):
+        for section, live in (("params", kept_by_name(loaded.model)), ("buffers", loaded.model.buffers)):
             for name, entry in document["model"][section].items():
                 overwrite(local_of(live[name]), loaded.tensor(entry))
-        for name, module in loaded.model.extras.items():
-            module.set_extra_state(loaded.values(document["model"]["extra_state"][name]))
+        for name, value in document["model"]["extra_state"].items():
+            loaded.model.extras[name].set_extra_state(loaded.values(value))
         for name, optimizer in parts.optimizers().items():
-            _apply_optimizer(loaded, name, optimizer)
+            if name not in loaded.left:
+                _apply_optimizer(loaded, name, optimizer)
+    _apply_stateful(loaded)
+    if parts.extra is not None and "extra" not in loaded.left:
+        _apply_extra(loaded, parts.extra)
+    if "rng" not in loaded.left:
+        streams = Decoder(lambda entry: loaded.tensor(entry).clone()).decode(document["rng"])
+        rng.set_streams(streams, devices_of(loaded.model))
+
+
+def _apply_stateful(loaded: Loaded) -> None:
+    parts, document = loaded.parts, loaded.document
     if parts.dataloader is not None and "dataloader" not in loaded.left:
         # A loader may draw a seed when it makes its iterator, which an uninterrupted run did long ago. Asking that of
         # torchdata for its state makes the iterator now, before the random streams are put where they belong.
@@ -343,11 +366,6 @@ def apply(loaded: Loaded) -> None:
     for name, part in parts.stateful().items():
         if name != "dataloader" and name not in loaded.left:
             part.load_state_dict(loaded.values(document[name]))
-    if parts.extra is not None:
-        _apply_extra(loaded, parts.extra)
-    if "rng" not in loaded.left:
-        streams = Decoder(lambda entry: loaded.tensor(entry).clone()).decode(document["rng"])
-        rng.set_streams(streams, devices_of(loaded.model))
 
 
 def _apply_optimizer(loaded: Loaded, section: str, optimizer: torch.optim.Optimizer) -> None:
@@ -357,6 +375,8 @@ def _apply_optimizer(loaded: Loaded, section: str, optimizer: torch.optim.Optimi
         for key, value in loaded.values(saved_group["settings"]).items():
             group[key] = _graft(group[key], value)
         for name, parameter in zip(saved_group["params"], group["params"], strict=True):
+            if name not in loaded.document["model"]["params"]:
+                continue  # left alone, and so is its state
             if name not in saved["state"]:
                 states.pop(parameter, None)
                 continue

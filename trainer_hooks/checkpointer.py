@@ -22,6 +22,7 @@ from toprope.trainer_hooks.errors import SidecarUnavailableError, UsageError
 from toprope.trainer_hooks.launch import own_launch_id, this_world
 from toprope.trainer_hooks.modules import model_state
 from toprope.trainer_hooks.names import joined, names_of, of_all, union
+from toprope.trainer_hooks.relaxing import Allowed, Report
 from toprope.trainer_hooks.restoring import Restorer
 from toprope.trainer_hooks.saving import Saver, Stats
 from toprope.trainer_hooks.session import Session
@@ -126,6 +127,7 @@ class Checkpointer:
         self._versions: list[tuple[str, int]] = []
         """Of the model at the end of the last step that was skipped."""
         self._sources: tuple[wire.StagedShard, ...] = ()
+        self._report = Report()
 
     @property
     def sources(self) -> tuple[wire.StagedShard, ...]:
@@ -133,16 +135,26 @@ class Checkpointer:
         return self._sources
 
     @property
+    def report(self) -> Report:
+        """What ``restore()`` left alone or cast on this rank, by name; empty if all fitted."""
+        return self._report
+
+    @property
     def stats(self) -> Stats:
         """What came of the due steps so far."""
         return self._stats
 
-    def restore(self, warm_up: Callable[[], object] | None = None) -> int:
+    def restore(self, warm_up: Callable[[], object] | None = None, *, partial: bool = False, cast: bool = False) -> int:
         """Bring the trainer to where the job stands and return that step; 0 for a new job.
 
         ``warm_up`` is called before that and does one forward and backward pass on any batch, on all ranks: DDP's
         buckets, ``torch.compile`` and autotuning settle, so that a restarted run computes as one that never ended. All
         that it changed in what the hook keeps is put back, and gradients are set to None.
+
+        A trainer that was changed since is refused, but for what is allowed: with ``partial`` what the checkpoint does
+        not have is left as it is, and what only the checkpoint has is not taken; with ``cast`` other floating-point or
+        complex dtypes are cast, and moments with their parameter. What was done is logged, and in ``report``. A job
+        whose spec is another one for that is to accept it first, as its refusal says.
 
         Raises:
             SidecarUnavailableError: on every rank, when one of them has no sidecar.
@@ -162,9 +174,10 @@ class Checkpointer:
         assert self._session is not None
         spec = joined(of_all(world, spec_of(self._parts)))
         names = union(of_all(world, names_of(self._parts)))
-        restorer = Restorer(Entry(self._session, world, launch_id, spec), self._parts, names)
+        allowed = Allowed(partial=partial, cast=cast)
+        restorer = Restorer(Entry(self._session, world, launch_id, spec), self._parts, names, allowed)
         attempt = restorer.restore(members)
-        self._sources = restorer.staged
+        self._sources, self._report = restorer.staged, restorer.report
         if self._saver is not None:
             self._saver.finish(self._settings.sidecar_timeout_s)
         memory = Memory()

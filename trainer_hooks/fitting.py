@@ -8,13 +8,14 @@ which parts are to be this rank's.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
-from toprope.trainer_hooks.apply import Loaded, check, check_assembled, misfit, needed
+from toprope.trainer_hooks.apply import Loaded, assembled, checked, misfit, needed, opened
 from toprope.trainer_hooks.errors import StateMismatchError, UsageError, WorldMismatchError
 from toprope.trainer_hooks.image import Image
 from toprope.trainer_hooks.modules import model_state
+from toprope.trainer_hooks.relaxing import Allowed, Report, relaxed
 from toprope.trainer_hooks.state import Parts
 
 
@@ -39,69 +40,91 @@ class Source(Protocol):
         ...
 
 
+_STRICT = Allowed()
+_NOTHING_MORE = Report()
+
+
 @dataclass(frozen=True, slots=True)
 class Fit:
     """A state that fits, and what is to be said of how it was made to."""
 
     loaded: Loaded
     notes: tuple[str, ...] = ()
+    report: Report = _NOTHING_MORE
 
 
-def fit(parts: Parts, source: Source, names: Mapping[str, frozenset[str]], *, rank: int, world: int) -> Fit:
-    """Return the state of this rank, checked.
-
-    ``names``: what all ranks of the trainer have together.
-
-    Raises:
-        UsageError: the checkpoint does not fit the trainer; the message says why, and what can be done.
-    """
-    if source.world == world:
-        try:
-            return Fit(_same_layout(parts, source, rank=rank, world=world))
-        except StateMismatchError as error:
-            return _other_layout(parts, source, names, rank=rank, world=world, in_the_same=error)
-    return _other_layout(parts, source, names, rank=rank, world=world, in_the_same=None)
-
-
-def _same_layout(parts: Parts, source: Source, *, rank: int, world: int) -> Loaded:
-    own = source.whole(rank)
-    others = {number: found for number, found in needed(own.document()).items() if number != rank}
-    images = {rank: own, **(source.with_tensors(others) if others else {})}
-    return check(parts, images, rank=rank, world=world)
-
-
-def _other_layout(
+def fit(
     parts: Parts,
     source: Source,
     names: Mapping[str, frozenset[str]],
     *,
     rank: int,
     world: int,
-    in_the_same: StateMismatchError | None,
+    allowed: Allowed = _STRICT,
 ) -> Fit:
-    from toprope.trainer_hooks.merging import Merger  # noqa: PLC0415 - they load torch's planner, which is slow
-    from toprope.trainer_hooks.resharding import layout_of, reshard  # noqa: PLC0415
+    """Return the state of this rank, checked.
 
-    shards = dict(source.heads(range(source.world)))
-    model = model_state(parts.models(), world=world)
-    documents = {number: shard.document() for number, shard in shards.items()}
-    try:
-        plan = reshard(parts, model, Merger(shards, documents), names, rank=rank, world=world)
-        if plan.needs:
-            shards.update(source.with_tensors(plan.needs))
-        problems = plan.differing()
-        if problems:
-            raise misfit(problems)
-        loaded = check_assembled(parts, model, plan.document, plan.shard, rank=rank, left=plan.left)
-    except StateMismatchError as error:
-        raise _refusal(error, in_the_same, saved=layout_of(documents), here=f"rank {rank} of {world}") from error
-    return Fit(loaded, tuple(plan.notes))
+    ``names``: what all ranks of the trainer have together. What the checkpoint lacks or has beyond them counts over
+    all ranks too, so it is never taken to be as in the same layout.
+
+    Raises:
+        UsageError: the checkpoint does not fit the trainer; the message says why, and what can be done.
+    """
+    fitter = _Fitter(parts, source, names, rank, world, allowed)
+    if source.world == world:
+        try:
+            return fitter.same_layout()
+        except StateMismatchError as error:
+            return fitter.other_layout(error)
+    return fitter.other_layout(None)
+
+
+@dataclass(frozen=True, slots=True)
+class _Fitter:
+    parts: Parts
+    source: Source
+    names: Mapping[str, frozenset[str]]
+    rank: int
+    world: int
+    allowed: Allowed
+
+    def same_layout(self) -> Fit:
+        own = self.source.whole(self.rank)
+        others = {number: found for number, found in needed(own.document()).items() if number != self.rank}
+        images = {self.rank: own, **(self.source.with_tensors(others) if others else {})}
+        loaded = opened(self.parts, images, rank=self.rank, world=self.world)
+        loaded, report = relaxed(loaded, replace(self.allowed, partial=False))
+        return Fit(checked(loaded), report=report)
+
+    def other_layout(self, in_the_same: StateMismatchError | None) -> Fit:
+        from toprope.trainer_hooks.merging import Merger  # noqa: PLC0415 - they load torch's planner, which is slow
+        from toprope.trainer_hooks.resharding import layout_of, reshard  # noqa: PLC0415
+
+        rank, world, partial = self.rank, self.world, self.allowed.partial
+        shards = dict(self.source.heads(range(self.source.world)))
+        model = model_state(self.parts.models(), world=world)
+        documents = {number: shard.document() for number, shard in shards.items()}
+        try:
+            merger = Merger(shards, documents)
+            plan = reshard(self.parts, model, merger, self.names, rank=rank, world=world, partial=partial)
+            if plan.needs:
+                shards.update(self.source.with_tensors(plan.needs))
+            problems = plan.differing()
+            if problems:
+                raise misfit(problems)
+            loaded = assembled(self.parts, model, plan.document, plan.shard, rank=rank, left=plan.left)
+            loaded, report = relaxed(loaded, self.allowed, unexpected=plan.unexpected)
+            return Fit(checked(loaded), tuple(plan.notes), report)
+        except StateMismatchError as error:
+            saved, here = layout_of(documents), f"rank {rank} of {world}"
+            raise _refusal(error, in_the_same, saved=saved, here=here) from error
 
 
 def _refusal(error: StateMismatchError, in_the_same: StateMismatchError | None, *, saved: str, here: str) -> UsageError:
     text = (
         f"{error}. The checkpoint was saved by {saved}; this is {here}. What has no place in this layout can be had "
-        "offline: 'ckpt export' writes its tensors whole, without the hook"
+        "offline: 'ckpt export' writes its tensors whole, without the hook. If the trainer was changed on purpose: "
+        "restore(partial=True) leaves alone what only one of both has, restore(cast=True) casts other dtypes"
     )
     if in_the_same is None:
         return WorldMismatchError(text)

@@ -8,7 +8,7 @@ Which rule holds for what is told in ``docs/guides/trainer.md``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -74,13 +74,15 @@ class Resharded:
     """The state of this rank in the layout of the trainer.
 
     ``needs``: the tensors by rank that must be at hand before ``differing`` is asked and a tensor taken. ``left``: the
-    sections that are left as they are. ``notes`` says, for the log, what was done that is more than moving values.
+    sections that are left as they are. ``unexpected``: what no rank of the trainer has. ``notes`` says, for the log,
+    what was done that is more than moving values.
     """
 
     document: dict[str, Json]
     shard: Assembled
     needs: dict[int, set[str]]
     left: frozenset[str]
+    unexpected: list[str]
     notes: list[str]
     copies: dict[str, tuple[tuple[int, str], ...]]
     shards: Mapping[int, Shard]
@@ -109,12 +111,20 @@ def _bytes_of(shards: Mapping[int, Shard], stored: tuple[int, str]) -> torch.Ten
     return values.reshape(-1).view(torch.uint8) if values.numel() else torch.empty(0, dtype=torch.uint8)
 
 
-def reshard(
-    parts: Parts, model: ModelState, saved: Merger, names: Mapping[str, frozenset[str]], *, rank: int, world: int
+def reshard(  # noqa: PLR0913 - what is restored into what, and where
+    parts: Parts,
+    model: ModelState,
+    saved: Merger,
+    names: Mapping[str, frozenset[str]],
+    *,
+    rank: int,
+    world: int,
+    partial: bool = False,
 ) -> Resharded:
     """Plan what this rank's state is made of, from the headers and documents of all shards.
 
-    ``names``: what the ranks of the trainer have, all of them together (see ``names.names_of``).
+    ``names``: what the ranks of the trainer have, all of them together (see ``names.names_of``). ``partial`` allows
+    that the checkpoint has more.
 
     Raises:
         StateMismatchError: it can't be had; the message names all that stands against it.
@@ -127,8 +137,9 @@ def reshard(
             )
     plan = _Plan(parts, model, saved, names, rank, world)
     result = plan.made()
-    if saved.problems:
-        raise misfit(saved.problems)
+    more = [] if partial else [f"{name}: in the checkpoint, unexpected here" for name in result.unexpected]
+    if saved.problems or more:
+        raise misfit([*saved.problems, *more])
     return result
 
 
@@ -164,11 +175,10 @@ class _Plan:
             self._stateful(section, document)
         if self.parts.extra is not None:
             document["extra"] = self._extra(self.parts.extra)
-        if self._same_world:
+        if self._same_world and "rng" in self.merger.documents[self.rank]:  # it is not in what is of the models alone
             document["rng"] = self._own("rng", self.merger.documents[self.rank]["rng"])
         else:
             self.left.add("rng")
-        self._unexpected()
         document["meshes"] = [{"shape": list(mesh.shape), "ranks": list(mesh.ranks)} for mesh in self._meshes]
         needs = self._needs()
         return Resharded(
@@ -176,6 +186,7 @@ class _Plan:
             shard=self.shard,
             needs=needs,
             left=frozenset(self.left),
+            unexpected=list(self._unexpected()),
             notes=self.notes,
             copies=self.merger.copies,
             shards=self.merger.shards,
@@ -410,16 +421,14 @@ class _Plan:
         self.shard.extents[found.key] = Extent(found.key, found.whole.dtype, form.local, 0, 0)
         return {"$": "tensor", "name": found.key, "rank": self.rank, "device": found.device, **form.said}
 
-    def _unexpected(self) -> None:
+    def _unexpected(self) -> Iterator[str]:
         """Name what the checkpoint has and no rank of the trainer; what this rank lacks, the check names."""
-        parts = ("params", "buffers", "extra_state")
-        for part in parts:
+        for part in ("params", "buffers", "extra_state"):
             for name in self._keys("model", part):
                 if name not in self.names[part]:
-                    self.merger.problems.append(f"model.{name}: in the checkpoint, unexpected here")
+                    yield f"model.{name}"
         known = {"format", "world", "model", "rng", "meshes", *self.names["sections"]}
-        for section in sorted({key for document in self.merger.documents.values() for key in document} - known):
-            self.merger.problems.append(f"{section}: in the checkpoint, unexpected here")
+        yield from sorted({key for document in self.merger.documents.values() for key in document} - known)
 
 
 def _room(form: Form) -> Target:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from toprope.trainer_hooks import rng, wire
 from toprope.trainer_hooks.apply import apply
 from toprope.trainer_hooks.entering import Entry, NextRound
 from toprope.trainer_hooks.errors import RestoreError, UsageError
 from toprope.trainer_hooks.fitting import Fit, fit
+from toprope.trainer_hooks.relaxing import Allowed, Report
 from toprope.trainer_hooks.source import SourceError, StagedSource
 from toprope.trainer_hooks.state import Parts, devices_of
 
@@ -26,8 +27,11 @@ class Restorer:
     parts: Parts
     names: Mapping[str, frozenset[str]]
     """Of all ranks together."""
+    allowed: Allowed
     staged: tuple[wire.StagedShard, ...] = ()
     """The shards that the attempt began from, each with the tier and node that it came from."""
+    report: Report = field(default_factory=Report)
+    """What was done beyond bringing back what was saved."""
 
     def restore(self, members: tuple[wire.Member, ...]) -> wire.Attempt:
         """Return the attempt that this process is now in, its source applied.
@@ -61,7 +65,8 @@ class Restorer:
             source.join()
             return None
         try:
-            return fit(self.parts, source, self.names, rank=self.entry.world.rank, world=self.entry.world.size)
+            rank, world = self.entry.world.rank, self.entry.world.size
+            return fit(self.parts, source, self.names, rank=rank, world=world, allowed=self.allowed)
         except SourceError as error:  # the source's fault: another one may do
             self.entry.say(attempt, "staged", ok=False, reason=str(error))
             raise NextRound(str(error)) from error
@@ -71,6 +76,9 @@ class Restorer:
 
     def _apply(self, attempt: wire.Attempt, found: Fit) -> None:
         apply(found.loaded)
+        self.report = found.report
+        for line in found.report.lines():
+            logger.warning("step %d and this trainer differ, which was allowed: %s", attempt.from_step, line)
         for note in found.notes:
             logger.warning("step %d was saved in another layout: %s", attempt.from_step, note)
         if "rng" in found.loaded.left:

@@ -107,6 +107,28 @@ def test_a_new_job_begins_at_0_and_a_restart_at_the_newest_snapshot(
     assert again.data.seen == plain.data.seen[6:]
 
 
+def test_a_trainer_that_was_changed_goes_on_as_far_as_it_is_allowed_to(
+    sidecar: FakeSidecar, made: list[Checkpointer]
+) -> None:
+    trainer = tiny()
+    checkpointer = _hook(sidecar, made, trainer)
+    _begin(sidecar, checkpointer, trainer)
+    _train(trainer, checkpointer, 2, 2)
+    sidecar.wait_image(2)
+    checkpointer.close()
+    again = tiny(seed=7)
+    again.model.double()
+    assert isinstance(again.model, torch.nn.Sequential)
+    again.model.append(torch.nn.Linear(1, 1))
+    checkpointer = _hook(sidecar, made, again)
+    assert checkpointer.restore(partial=True, cast=True) == 2
+    for name, tensor in trainer.model.state_dict().items():
+        found = again.model.state_dict()[name]
+        assert torch.equal(found, tensor.double() if tensor.is_floating_point() else tensor)
+    assert checkpointer.report.missing == ("model.5.bias", "model.5.weight")
+    assert "model.0.weight: torch.float32 to torch.float64" in checkpointer.report.cast
+
+
 def test_a_run_with_hooks_is_the_run_without_bit_for_bit(sidecar: FakeSidecar, made: list[Checkpointer]) -> None:
     with_hooks, without = tiny(), None
     checkpointer = _hook(sidecar, made, with_hooks)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from itertools import pairwise
 from math import prod
 from pathlib import Path
@@ -13,8 +13,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.support.fitted_states import fitted, linear, saved
 from tests.support.source import ROOT
-from tests.support.tiny_trainer import METADATA, open_image, snapshot_file
+from tests.support.tiny_trainer import METADATA, snapshot_file
 from torch import nn
 
 from toprope.chaos.live.forking import ForkServer
@@ -24,12 +25,11 @@ from toprope.trainer_hooks import wire
 from toprope.trainer_hooks.apply import apply
 from toprope.trainer_hooks.blocks import Block, gap_in, run_of
 from toprope.trainer_hooks.errors import WorldMismatchError
-from toprope.trainer_hooks.fitting import Fit, fit
-from toprope.trainer_hooks.image import Image
+from toprope.trainer_hooks.fitting import fit
 from toprope.trainer_hooks.names import joined, names_of, union
 from toprope.trainer_hooks.reader import ShardReader, Stored, Target, Whole
 from toprope.trainer_hooks.source import SourceError, StagedImage, StagedSource
-from toprope.trainer_hooks.state import Parts, capture
+from toprope.trainer_hooks.state import Parts
 
 # Blocks
 
@@ -120,44 +120,6 @@ def test_a_shard_of_another_step_or_rank_is_the_fault_of_the_source(tmp_path: Pa
 
 
 # Documents of several ranks, saved in one process
-
-
-class Files:
-    """Shards as files, of which ``fit`` may ask for all."""
-
-    def __init__(self, paths: list[Path]) -> None:
-        self.paths, self.world = paths, len(paths)
-
-    def whole(self, rank: int) -> Image:
-        return open_image(self.paths[rank])
-
-    def heads(self, ranks: Iterable[int]) -> Mapping[int, Image]:
-        return {rank: open_image(self.paths[rank]) for rank in ranks}
-
-    def with_tensors(self, names: Mapping[int, set[str]]) -> Mapping[int, Image]:
-        return self.heads(names)
-
-
-def saved(directory: Path, ranks: list[dict[str, Any]]) -> Files:
-    """Save the parts of each rank of a world that is this process alone."""
-    paths = []
-    for rank, parts in enumerate(ranks):
-        snapshot = capture(Parts(**parts), rank=rank, world=len(ranks))
-        metadata = METADATA | {"rank": str(rank), "world": str(len(ranks))}
-        path = directory / f"{rank}"
-        paths.append(snapshot_file(path, snapshot.tensors, snapshot.document, metadata, snapshot.pieces))
-    return Files(paths)
-
-
-def fitted(source: Files, *, rank: int = 0, world: int = 1, **parts: Any) -> Fit:  # noqa: ANN401 - parts of a trainer
-    names = union([names_of(Parts(**parts))])
-    return fit(Parts(**parts), source, names, rank=rank, world=world)
-
-
-def linear(value: float, rows: int = 2) -> nn.Linear:
-    layer = nn.Linear(4, rows, bias=False)
-    nn.init.constant_(layer.weight, value)
-    return layer
 
 
 @pytest.mark.fault("B144")
