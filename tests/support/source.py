@@ -29,18 +29,54 @@ def all_files() -> list[Path]:
 
 def modules(*packages: str) -> list[str]:
     """The dotted names of the modules in these packages (all when none is named), as Python sees them."""
-    found = []
-    for package in packages or PACKAGES:
-        for path in sorted((ROOT / package).rglob("*.py")):
-            parts = path.relative_to(ROOT).with_suffix("").parts
-            found.append(".".join(("toprope", *(parts[:-1] if parts[-1] == "__init__" else parts))))
-    return found
+    return [name for package in packages or PACKAGES for name, _ in _named(package)]
+
+
+def _named(package: str) -> Iterator[tuple[str, Path]]:
+    for path in sorted((ROOT / package).rglob("*.py")):
+        file = path.relative_to(ROOT)
+        parts = file.with_suffix("").parts
+        yield ".".join(("toprope", *(parts[:-1] if parts[-1] == "__init__" else parts))), file
 
 
 @functools.cache
 def tree_of(path: Path) -> ast.Module:
     """The syntax tree of a file given relative to the root."""
     return ast.parse((ROOT / path).read_text(), filename=str(path))
+
+
+def loaded_by(name: str) -> frozenset[str]:
+    """The modules of ours that an import of this one loads, itself among them, as its text and theirs say."""
+    found: set[str] = set()
+    left = [name]
+    while left:
+        if (one := left.pop()) not in found:
+            found.add(one)
+            left += _imported_by(one)
+    return frozenset(found)
+
+
+@functools.cache
+def _paths() -> dict[str, Path]:
+    return {name: path for package in PACKAGES for name, path in _named(package)}
+
+
+@functools.cache
+def _imported_by(name: str) -> tuple[str, ...]:
+    """The modules of ours that one imports while it is loaded: not those in its functions, nor those for types."""
+    known, found = _paths(), [name.rpartition(".")[0]]
+    left: list[ast.AST] = [tree_of(known[name])]
+    while left:
+        node = left.pop()
+        if isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+        elif isinstance(node, ast.If) and dotted(node.test) == "TYPE_CHECKING":
+            left += node.orelse
+        elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            left += ast.iter_child_nodes(node)
+    return tuple(one for one in found if one in known)
 
 
 def dotted(node: ast.AST) -> str:
