@@ -16,6 +16,8 @@ _TAG = "$"
 _WIDE = 1 << 63
 IMPORTED = "imported"
 """The part of a document that holds the values that an import brought, by name."""
+VALUES = "values"
+"""The same of a checkpoint that was saved with torch.distributed.checkpoint."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +52,7 @@ def leaves_of(documents: Sequence[Mapping[str, Any]]) -> Leaves:
 
 
 def _named(section: str, part: Any) -> Iterator[tuple[str, Any]]:  # noqa: ANN401 - a part of a document
-    if section == IMPORTED:
+    if section in {IMPORTED, VALUES}:
         yield from part.items()
     elif section.partition(".")[0] == "optimizer" and isinstance(part, dict) and "groups" in part:
         for number, group in enumerate(part["groups"]):

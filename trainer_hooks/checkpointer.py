@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import time
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from torch import nn
 
 from toprope.trainer_hooks import warmup, wire
 from toprope.trainer_hooks.elastic import sampler_of
-from toprope.trainer_hooks.ending import Closed, Level, reaches, versions
+from toprope.trainer_hooks.ending import Closed, Level, level_of, reaches, versions
 from toprope.trainer_hooks.entering import Entry, located
 from toprope.trainer_hooks.errors import SidecarUnavailableError, UsageError
 from toprope.trainer_hooks.launch import own_launch_id, this_world
@@ -25,14 +24,12 @@ from toprope.trainer_hooks.names import joined, names_of, of_all, union
 from toprope.trainer_hooks.relaxing import Allowed, Report
 from toprope.trainer_hooks.restoring import Restorer
 from toprope.trainer_hooks.saving import Saver, Stats
-from toprope.trainer_hooks.session import Session
+from toprope.trainer_hooks.session import Session, socket_path, usable_job
 from toprope.trainer_hooks.spec import spec_of
 from toprope.trainer_hooks.state import Memory, Parts, Stateful, capture, check_values
 
 logger = logging.getLogger("toprope")
-MAX_SOCKET_PATH_BYTES = 107
 _POLL_S = 0.02
-_JOB = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,12 +90,7 @@ class Checkpointer:
         Raises:
             UsageError: the job's name or a part can't be used.
         """
-        if _JOB.fullmatch(job) is None or ".." in job:
-            raise UsageError(
-                f"job {job!r} is not usable: give 1 to 64 of a-z 0-9 . _ - that begin with a letter or digit, "
-                "without '..'"
-            )
-        self._job = job
+        self._job = usable_job(job)
         self._sampler = sampler_of(dataloader)
         data: Any = dataloader  # one that has no state is refused below
         self._parts = Parts(
@@ -113,7 +105,7 @@ class Checkpointer:
         self._parts.check()
         self._settings = Settings(
             strict=strict,
-            socket=_socket_path(job, socket),
+            socket=socket_path(job, socket),
             sidecar_timeout_s=sidecar_timeout_s,
             fresh_ok=fresh_ok,
             lazy=lazy,
@@ -300,21 +292,10 @@ class Checkpointer:
 
     def _level(self) -> Level:
         """Return how safe the last snapshot is."""
-        step, desired = self._stats.snapshot_step, None if self._session is None else self._session.desired
-        if step == 0 or self._saver is None:
+        step = self._stats.snapshot_step
+        if step == 0 or self._saver is None or self._session is None:
             return "nothing"
-        if desired is not None and desired.ready_step >= step:
-            return "ready"
-        if desired is not None and desired.protected_step >= step:
-            return "protected"
-        return "memory" if self._saver.last_is_hashed() else "nothing"
-
-
-def _socket_path(job: str, given: str | os.PathLike[str] | None) -> Path:
-    path = os.fspath(given) if given is not None else os.environ.get("CKPT_SOCKET", f"/run/toprope/{job}/sidecar.sock")
-    if len(os.fsencode(path)) > MAX_SOCKET_PATH_BYTES:
-        raise UsageError(f"socket {path!r} is longer than {MAX_SOCKET_PATH_BYTES} bytes; choose a shorter one")
-    return Path(path)
+        return level_of(self._session.desired, step, is_hashed=self._saver.last_is_hashed)
 
 
 def _warn_of_regrouping(models: nn.Module | Mapping[str, nn.Module], world: int) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
+from toprope.trainer_hooks import wire
 from toprope.trainer_hooks.modules import model_state
 from toprope.trainer_hooks.spread import local_of
 from toprope.trainer_hooks.state import Parts
@@ -45,6 +47,15 @@ class Closed:
 def reaches(level: Level, asked: Level) -> bool:
     """Say whether a level is as safe as the one asked for: an object store is safer than a peer's memory."""
     return LEVELS.index(level) >= LEVELS.index(asked)
+
+
+def level_of(desired: wire.Desired | None, step: int, *, is_hashed: Callable[[], bool]) -> Level:
+    """Return how safe the snapshot of a step is; ``is_hashed`` says whether this node's sidecar has hashed it."""
+    if desired is not None and desired.ready_step >= step:
+        return "ready"
+    if desired is not None and desired.protected_step >= step:
+        return "protected"
+    return "memory" if is_hashed() else "nothing"
 
 
 def versions(parts: Parts) -> list[tuple[str, int]]:

@@ -211,7 +211,7 @@ def _narrowed(values: torch.Tensor, item: ReadItem) -> torch.Tensor:
 
 
 def _copy(target: torch.Tensor, values: torch.Tensor) -> None:
-    """Copy values of one dtype; float4 and such, which torch can't copy, go as bytes."""
-    if target.dtype.itemsize == 1:
+    """Copy values; float4 and such, which torch can't copy, go as bytes."""
+    if target.dtype is values.dtype and target.dtype.itemsize == 1:
         target, values = target.view(torch.uint8), values.view(torch.uint8)
     target.copy_(values)

@@ -7,6 +7,8 @@ knows as much as the one before it.
 from __future__ import annotations
 
 import logging
+import os
+import re
 import threading
 import time
 from collections import deque
@@ -16,12 +18,39 @@ from typing import TypeVar
 
 from toprope.trainer_hooks import wire
 from toprope.trainer_hooks.channel import Channel
-from toprope.trainer_hooks.errors import SidecarUnavailableError
+from toprope.trainer_hooks.errors import SidecarUnavailableError, UsageError
 from toprope.trainer_hooks.slots import LentSlots, SlotLockedError
 
 logger = logging.getLogger("toprope")
 MAX_HEARD = 256
+MAX_SOCKET_PATH_BYTES = 107
+_JOB = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
 _F = TypeVar("_F", wire.Attempt, wire.Staged, wire.Go)
+
+
+def usable_job(job: str) -> str:
+    """Return the name of a job.
+
+    Raises:
+        UsageError: it is not usable.
+    """
+    if _JOB.fullmatch(job) is None or ".." in job:
+        raise UsageError(
+            f"job {job!r} is not usable: give 1 to 64 of a-z 0-9 . _ - that begin with a letter or digit, without '..'"
+        )
+    return job
+
+
+def socket_path(job: str, given: str | os.PathLike[str] | None) -> Path:
+    """Return where the sidecar of a job is to be found: as given, as ``CKPT_SOCKET`` says, or at the usual place.
+
+    Raises:
+        UsageError: the path is too long for a socket.
+    """
+    path = os.fspath(given) if given is not None else os.environ.get("CKPT_SOCKET", f"/run/toprope/{job}/sidecar.sock")
+    if len(os.fsencode(path)) > MAX_SOCKET_PATH_BYTES:
+        raise UsageError(f"socket {path!r} is longer than {MAX_SOCKET_PATH_BYTES} bytes; choose a shorter one")
+    return Path(path)
 
 
 class Session:
