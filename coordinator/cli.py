@@ -7,7 +7,7 @@ import logging
 import socket
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -34,6 +34,18 @@ LocalEvery = Annotated[
 ]
 ObjectEvery = Annotated[
     int, typer.Option("--object-every", help="Steps between READY checkpoints: --local-every times a power of two.")
+]
+BaseAt = Annotated[
+    str,
+    typer.Option(
+        "--base", metavar="JOB@STEP", help="Start a new job from this checkpoint of another job in the same store."
+    ),
+]
+BaseTake = Annotated[
+    Literal["all", "weights"],
+    typer.Option(
+        "--base-take", help="What of it: all, and training goes on after its step; or the models only, from step 1."
+    ),
 ]
 TokenFile = Annotated[
     Path | None, typer.Option("--token-file", help="File with the secret that peers must show. Needed off loopback.")
@@ -64,6 +76,8 @@ def coordinator(  # noqa: PLR0913 - the options of a service
         str | None,
         typer.Option("--retain", help="Checkpoints to keep, as last=3,every=1000; or all. Default: as the log has it."),
     ] = None,
+    base: BaseAt = "",
+    base_take: BaseTake = "all",
     token_file: TokenFile = None,
     ready_file: Annotated[
         Path | None, typer.Option("--ready-file", help="Write {url, pid, broker} here once it serves.")
@@ -85,6 +99,8 @@ def coordinator(  # noqa: PLR0913 - the options of a service
         ready_file=ready_file,
         verdict_deadline_s=verdict_deadline_s,
         retain=retain,
+        base=base,
+        base_take=base_take,
     )
     check_ready_file(ready_file)
     _log_to_stderr()
@@ -111,6 +127,8 @@ def up(  # noqa: PLR0913 - the options of a service
     every: Every = 10,
     local_every: LocalEvery = 20,
     object_every: ObjectEvery = 40,
+    base: BaseAt = "",
+    base_take: BaseTake = "all",
     ready_file: Annotated[
         Path | None, typer.Option("--ready-file", help="Write {url, socket, broker, pids} here once all serve.")
     ] = None,
@@ -123,7 +141,8 @@ def up(  # noqa: PLR0913 - the options of a service
     check_ready_file(ready_file)
     name = node or socket.gethostname().lower()
     where = up_supervisor.layout(job=job, node=name, store=store, directory=directory, memory_dir=memory_dir)
-    up_supervisor.up(where, cadence, announce=ready_file)
+    based = ["--base", base, "--base-take", base_take] if base else []
+    up_supervisor.up(where, cadence, announce=ready_file, based=based)
 
 
 @app.command()

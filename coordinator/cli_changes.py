@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -28,9 +27,10 @@ from toprope.store.fold import JobState
 from toprope.store.gc import GcPlan, execute, survey
 from toprope.store.holds import TTL_S, HoldWatch
 from toprope.store.manifest import sha256
-from toprope.store.names import Key, checked_id, facts_key
+from toprope.store.names import Key, facts_key
 from toprope.store.objects.opening import open_store, sweep_uploads
 from toprope.store.objects.protocol import ObjectStore
+from toprope.store.places import parsed_place, parsed_range
 from toprope.store.records import Job, Pin, Retire, Unpin
 from toprope.store.retention import RETIRED_AT_ONCE_MAX, RetentionPlan, parse_policy, plan_retention
 from toprope.store.show import read_state
@@ -40,7 +40,6 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_mar
 job_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Change what holds for a whole job.")
 app.add_typer(job_app, name="job")
 
-_PLACE = re.compile(r"([^@]+)@([0-9]{1,15})(?:(\.\.)([0-9]{1,15})?)?")
 _MAX_SPEC_BYTES = 64 * 1024 * 1024
 _REASONS_SHOWN = 20
 
@@ -77,9 +76,7 @@ def unpin(root: Root, at: At, coordinator: CoordinatorUrl = "", token_file: Toke
 
 
 def _job_at(store: ObjectStore, at: str) -> tuple[JobState, int]:
-    name, step, end = _place(at)
-    if end is not None:
-        raise UsageError(f"{at!r} is a range: give one step, as {name}@{step}")
+    name, step = parsed_place(at)
     return read_state(store, name), step
 
 
@@ -106,7 +103,7 @@ def taint(
     becomes READY, and the next one begins before it.
     """
     store = open_store(root)
-    name, first, end = _place(at)
+    name, first, end = parsed_range(at)
     last = first if end is None else (None if end < 0 else end)
     state = read_state(store, name)
     taints = taints_of(state, from_step=first, to_step=last, reason=reason, attempt=attempt)
@@ -281,18 +278,6 @@ def _spec(store: ObjectStore, job: str, digest: str) -> Any:  # noqa: ANN401 - J
 
 def _changer(store: ObjectStore, *, url: str, token_file: Path | None) -> Changer:
     return Changer(store=store, coordinator_url=url, token=read_token(token_file), say=say)
-
-
-def _place(text: str) -> tuple[str, int, int | None]:
-    """Return job, first step, and last step of ``JOB@STEP``, ``JOB@FROM..TO`` or ``JOB@FROM..``.
-
-    The last step is None where there is no range, and -1 where it has no end.
-    """
-    found = _PLACE.fullmatch(text)
-    if found is None:
-        raise UsageError(f"{text[:100]!r} is not usable: give JOB@STEP, as run7@1200")
-    end = None if not found[3] else int(found[4] or -1)
-    return checked_id(found[1], what="job"), int(found[2]), end
 
 
 def _ready_of(state: JobState, step: int) -> int:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from toprope.coordinator.settings import Address, check_reach
 from toprope.coordinator.wire import Cadence
 from toprope.store.errors import UsageError
 from toprope.store.names import checked_id
+from toprope.store.places import parsed_place
 from toprope.store.retention import parse_policy
 
 
@@ -17,7 +19,8 @@ class Config:
     """A coordinator's configuration. ``broker`` None: the documents go by HTTP alone.
 
     ``embedded_broker``: the address at which to run a broker of its own. ``retain``: the policy of retention to put
-    into the job log; None: leave there what there is.
+    into the job log; None: leave there what there is. ``base``: the checkpoint of another job, as JOB@STEP, that a new
+    job starts from (empty: none), and what it takes of that.
     """
 
     job: str
@@ -30,6 +33,8 @@ class Config:
     ready_file: Path | None
     verdict_deadline_s: float = 300.0
     retain: str | None = None
+    base: str = ""
+    base_take: Literal["all", "weights"] = "all"
     heartbeat_s: float = 2.0
     tick_s: float = 0.5
     probe_timeout_s: float = 2.0
@@ -43,6 +48,8 @@ class Config:
         checked_id(self.job, what="job")
         check_cadence(self.cadence)
         parse_policy(self.retain or "")
+        if self.base:
+            parsed_place(self.base)
         if self.broker is not None and self.embedded_broker is not None:
             raise UsageError("give --broker or --embedded-broker, not both")
         for where, what in ((self.listen, "--listen"), (self.embedded_broker, "--broker-listen")):

@@ -37,6 +37,7 @@ from toprope.coordinator.restore_choice import shards_of
 from toprope.coordinator.roll import Roll
 from toprope.coordinator.wire import (
     AttemptView,
+    BaseView,
     Cadence,
     Copy,
     Desired,
@@ -49,6 +50,7 @@ from toprope.coordinator.wire import (
     RestoreShard,
 )
 from toprope.store.fold import JobState
+from toprope.store.records import Attempt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -443,7 +445,8 @@ class Core:
         attempt, facts = self.log_view.state.attempt, self.log_view.facts
         if attempt is None or facts is None:
             return None
-        source = self.log_view.source
+        source, base = self.log_view.source, self.log_view.state.base
+        is_base = self.log_view.state.is_base(source)
         moving = self.progress.phase in ("opened", "staged")
         shards: tuple[RestoreShard, ...] = ()
         if source is not None and moving:
@@ -461,12 +464,15 @@ class Core:
             launch_id=attempt.launch_id,
             round=attempt.round,
             world=tuple(Member(rank=one.rank, node=one.node, boot_id=one.boot_id) for one in facts.world),
-            source="fresh" if source is None else ("ready" if attempt.ready is not None else "held"),
+            source=_kind_of(attempt, is_base=is_base),
             source_attempt_uid=source[0] if source is not None else "",
             from_step=attempt.from_step,
             restore=shards,
             phase=self.progress.phase,
             reason=self.progress.reason,
+            base=BaseView(job_uid=base.job_uid, step=base.step, weights_only=base.take == "weights")
+            if base is not None and is_base
+            else None,
         )
 
     def _say(self, level: Literal["info", "warning", "error"], subject: str, text: str) -> list[Effect]:
@@ -475,6 +481,14 @@ class Core:
             return []
         self._said[subject] = text
         return [Say(level=level, text=text)]
+
+
+def _kind_of(attempt: Attempt, *, is_base: bool) -> Literal["fresh", "ready", "held", "base"]:
+    if attempt.ready is not None:
+        return "ready"
+    if attempt.held is None:
+        return "fresh"
+    return "base" if is_base else "held"
 
 
 def _may_be_tidied(before: JobState, after: JobState) -> bool:

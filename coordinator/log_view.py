@@ -15,7 +15,8 @@ from toprope.store.records import AttemptFacts
 class LogView:
     """The log as far as decisions rest on it.
 
-    ``spec`` is the job's once it is set, ``facts`` those of the current attempt, ``offer`` its source if that is READY.
+    ``spec`` is the job's once it is set, ``facts`` those of the current attempt, ``offer`` its source if that is READY
+    or the job's base.
     """
 
     state: JobState
@@ -37,7 +38,7 @@ class LogView:
     @property
     def source_digests(self) -> tuple[str, ...]:
         """Return the digests by rank that the log has for the current attempt's source."""
-        if self.offer is not None:
+        if self.offer is not None and self.offer.seq is not None:
             return tuple(stored.digest for stored in self.offer.shards)
         return self.facts.held_digests if self.facts is not None else ()
 
@@ -55,8 +56,12 @@ class LogView:
         source = self.source
         attempt = self.state.attempt
         held = attempt is not None and attempt.held is not None
+        base = self.state.base
         return Question(
-            worlds={attempt.uid: attempt.world_size for attempt in self.state.attempts},
+            worlds={
+                **({} if base is None else {base.attempt_uid: base.world}),
+                **{attempt.uid: attempt.world_size for attempt in self.state.attempts},
+            },
             lineage=tuple(self.state.lineage()),
             offers=offers,
             struck={**struck, **striking},

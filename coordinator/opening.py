@@ -143,6 +143,9 @@ def decide(  # noqa: PLR0913 - all that a restore decision rests on
     if isinstance(choice, Choice) and ready is None:
         held = Held(attempt_uid=choice.attempt_uid, step=choice.step)
         digests = choice.digests
+        base = log_view.state.base
+        if base is not None and base.snapshot == (choice.attempt_uid, choice.step):
+            from_step = base.from_step
     return OpenAttempt(
         basis=basis_of(log_view.state),
         uid=uid,

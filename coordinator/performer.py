@@ -8,7 +8,7 @@ import logging
 import os
 import secrets
 import socket
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import assert_never
 
@@ -17,6 +17,7 @@ from prometheus_client import CollectorRegistry
 
 from toprope.coordinator import spec
 from toprope.coordinator.adapters.mqtt import Document, Mqtt
+from toprope.coordinator.basing import make_base
 from toprope.coordinator.config import Config
 from toprope.coordinator.core import Core, Settings
 from toprope.coordinator.effects import (
@@ -66,9 +67,9 @@ from toprope.coordinator.wire import Desired, Inventory, OpenAnswer, OpenRequest
 from toprope.store import manifest
 from toprope.store.changes import ChangeAnswer, ChangeRequest, checked, make_policy
 from toprope.store.errors import CorruptObjectError, StoreError, UnavailableError, UsageError
-from toprope.store.manifest import Index
+from toprope.store.manifest import Index, Shard
 from toprope.store.names import Key, facts_key, manifest_key
-from toprope.store.records import AttemptFacts
+from toprope.store.records import AttemptFacts, Base
 
 _LOG = logging.getLogger("toprope.coordinator")
 _OPEN_TIMEOUT_S = 60.0
@@ -78,8 +79,9 @@ _CANCEL_AGAIN_S = 0.5
 class Coordinator:
     """One coordinator process. It is a ``Service`` of the HTTP adapter."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, *, base: Base | None = None) -> None:
         self.config = config
+        self._base = base
         self.metrics = Metrics()
         self.core: Core | None = None
         self.mqtt: Mqtt | None = None
@@ -202,6 +204,8 @@ class Coordinator:
         self._tidier = Tidier(ports.store, self._log, self.metrics)
         if self.config.retain is not None:
             await self._log.append(partial(make_policy, text=self.config.retain))
+        if self._base is not None:
+            await self._log.append(partial(make_base, base=self._base))
         settings = Settings(
             job=self.config.job,
             url=url,
@@ -418,6 +422,8 @@ class Coordinator:
             return LogView(state=state, spec=wanted, facts=before.facts, offer=before.offer)
         facts = msgspec.json.decode(await self._facts(attempt.facts_sha256), type=AttemptFacts)
         offer = await self._offer(attempt.ready) if attempt.ready is not None else None
+        if state.base is not None and state.is_base(state.source_of(attempt)):
+            offer = await self._base_offer(state.base)
         return LogView(state=state, spec=wanted, facts=facts, offer=offer)
 
     async def _facts(self, sha256: str) -> bytes:
@@ -429,25 +435,18 @@ class Coordinator:
         return body
 
     async def _offers(self, seqs: tuple[int, ...]) -> tuple[Offer, ...]:
-        """Return the READY checkpoints, newest first, down to the first that is whole."""
+        """Return the READY checkpoints, newest first, down to the first that is whole, and then the job's base."""
         offers: list[Offer] = []
         for seq in seqs:
             offers.append(await self._offer(seq))
             if not offers[-1].damage:
-                break
-        return tuple(offers)
+                return tuple(offers)
+        base = self._log.state.base
+        return (*offers, *([] if base is None else [await self._base_offer(base)]))
 
     async def _offer(self, seq: int) -> Offer:
         ready = self._log.state.readies[seq]
-        damage = ""
-        shards: tuple[Stored, ...] = ()
-        try:
-            shards = tuple(
-                Stored(key=one.index_key, bytes=one.bytes, digest=one.digest)
-                for one in await self._ports.store.shards(self._log.state, seq)
-            )
-        except StoreError as error:
-            damage = str(error)
+        shards, damage = await _whole(self._ports.store.shards(self._log.state, seq))
         return Offer(
             seq=seq,
             attempt=ready.attempt,
@@ -456,6 +455,19 @@ class Coordinator:
             shards=shards,
             damage=damage,
         )
+
+    async def _base_offer(self, base: Base) -> Offer:
+        shards, damage = await _whole(self._ports.store.base_shards(base))
+        return Offer(seq=None, attempt=0, attempt_uid=base.attempt_uid, step=base.step, shards=shards, damage=damage)
+
+
+async def _whole(reading: Awaitable[tuple[Shard, ...]]) -> tuple[tuple[Stored, ...], str]:
+    """Return the shards of a checkpoint, or none and what is wrong with it."""
+    try:
+        shards = await reading
+    except StoreError as error:
+        return (), str(error)
+    return tuple(Stored(key=one.index_key, bytes=one.bytes, digest=one.digest) for one in shards), ""
 
 
 async def _ended(loops: set[asyncio.Task[None]]) -> None:

@@ -12,6 +12,7 @@ from toprope.store.gc import GcPlan
 from toprope.store.holds import HoldWatch
 from toprope.store.manifest import Index, Shard
 from toprope.store.names import Key
+from toprope.store.records import Base
 
 
 class StorePort(Protocol):
@@ -43,6 +44,9 @@ class StorePort(Protocol):
             StoreError: one is not, or a manifest or index is not what it should be.
             UnavailableError: the store did not answer.
         """
+
+    async def base_shards(self, base: Base) -> tuple[Shard, ...]:
+        """Return the shards of a job's base, which is of another job; raises as ``basing.base_shards``."""
 
     async def indexes(self, state: JobState, seq: int) -> tuple[Index, ...]:
         """Return the indexes of a READY checkpoint by rank.

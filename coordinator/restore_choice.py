@@ -31,9 +31,12 @@ class Stored:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offer:
-    """A READY checkpoint: its shards by rank, or why they can't be had (``damage``)."""
+    """A READY checkpoint: its shards by rank, or why they can't be had (``damage``).
 
-    seq: int
+    ``seq`` None: it is the job's base, a READY of another job, whose attempts are not numbered here (``attempt`` 0).
+    """
+
+    seq: int | None
     attempt: int
     attempt_uid: str
     step: int
@@ -97,7 +100,8 @@ def choose(question: Question, nodes: Sequence[Node], objects: Iterable[Copy]) -
     offers = {(offer.attempt_uid, offer.step): offer for offer in question.offers}
     tried: list[str] = []
     logged = {*offers, *question.sworn, *question.struck}
-    for uid, step in sorted({*held, *logged}, key=lambda at: (-at[1], at[0])):
+    bases = {at for at, offer in offers.items() if offer.seq is None}  # oldest, whatever their step
+    for uid, step in sorted({*held, *logged}, key=lambda at: (at in bases, -at[1], at[0])):
         offer = offers.get((uid, step))
         found = _judge(question, uid, step, held=held.get((uid, step), {}), offer=offer)
         if isinstance(found, Passed):
@@ -178,7 +182,8 @@ def _chosen(
 ) -> Choice:
     ready = offer.seq if offer is not None and not offer.damage else None
     where = sorted({shard.sources[0].tier for shard in shards}, key=TIERS.index)
-    why = f"step {step} is the newest that can be had ({'READY, ' if ready is not None else ''}from {', '.join(where)})"
+    kind = "READY, " if ready is not None else "the base, " if offer is not None and offer.seq is None else ""
+    why = f"step {step} is the newest that can be had ({kind}from {', '.join(where)})"
     return Choice(
         attempt_uid=uid,
         step=step,

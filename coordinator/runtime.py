@@ -13,6 +13,7 @@ from toprope.coordinator.adapters.http import application, served
 from toprope.coordinator.adapters.mqtt import Mqtt
 from toprope.coordinator.adapters.nodes import HttpNodes, session
 from toprope.coordinator.adapters.objects import ThreadedStore
+from toprope.coordinator.basing import pinned_base
 from toprope.coordinator.config import Config
 from toprope.coordinator.performer import Coordinator
 from toprope.coordinator.ports import Ports, wrapped
@@ -20,6 +21,8 @@ from toprope.coordinator.serving import NoBroker, write_ready_file
 from toprope.coordinator.settings import Address, Wrap, unwrapped
 from toprope.store.errors import CkptError
 from toprope.store.objects.opening import open_store, sweep_uploads
+from toprope.store.objects.protocol import ObjectStore
+from toprope.store.records import Base
 
 _LOG = logging.getLogger("toprope.coordinator")
 
@@ -43,7 +46,7 @@ async def run(config: Config, wrap: Wrap = unwrapped) -> None:
 async def _run(config: Config, wrap: Wrap, stack: AsyncExitStack, stop: asyncio.Event) -> None:
     store = await asyncio.to_thread(lambda: open_store(config.store, write=True))
     await _sweep(config)
-    coordinator = Coordinator(config)
+    coordinator = Coordinator(config, base=await _base(config, store))
     broker = config.broker
     if config.embedded_broker is not None:
         child = embedded(config.embedded_broker)
@@ -56,6 +59,15 @@ async def _run(config: Config, wrap: Wrap, stack: AsyncExitStack, stop: asyncio.
     ports = Ports(store=ThreadedStore(store), nodes=HttpNodes(client), broker=coordinator.mqtt or NoBroker())
     await coordinator.reign(
         wrapped(ports, wrap), url=url, stop=stop, on_serving=lambda: announce_ready(config, url=url, broker=broker)
+    )
+
+
+async def _base(config: Config, store: ObjectStore) -> Base | None:
+    """Return what a new job is to start from, pinned there; raises as ``pinned_base``."""
+    if not config.base:
+        return None
+    return await asyncio.to_thread(
+        lambda: pinned_base(store, config.job, at=config.base, take=config.base_take, token=config.token, say=_LOG.info)
     )
 
 

@@ -15,7 +15,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -87,8 +87,13 @@ def layout(*, job: str, node: str, store: str, directory: Path, memory_dir: Path
     )
 
 
-def commands(where: Layout, cadence: Cadence, *, ports: Mapping[str, int]) -> dict[str, list[str]]:
-    """Return the command line of each child, in the order in which they are started."""
+def commands(
+    where: Layout, cadence: Cadence, *, ports: Mapping[str, int], based: Sequence[str] = ()
+) -> dict[str, list[str]]:
+    """Return the command line of each child, in the order in which they are started.
+
+    ``based``: what the coordinator is told of a base.
+    """
     ckpt = [sys.executable, "-m", "toprope"]
     broker, coordinator = f"127.0.0.1:{ports['broker']}", f"127.0.0.1:{ports['coordinator']}"
     common = ["--job", where.job, "--store", where.store, "--broker", broker]
@@ -99,7 +104,7 @@ def commands(where: Layout, cadence: Cadence, *, ports: Mapping[str, int]) -> di
     ready = {name: ["--listen", where_to, "--ready-file", ready_file(where, name)] for name, where_to in listen.items()}
     return {
         "broker": [sys.executable, "-m", "toprope.coordinator.adapters.broker", broker],
-        "coordinator": [*ckpt, "coordinator", *common, *map(str, (*every, *ready["coordinator"]))],
+        "coordinator": [*ckpt, "coordinator", *common, *based, *map(str, (*every, *ready["coordinator"]))],
         "sidecar": [*ckpt, "sidecar", *common, "--grace", "0", *map(str, (*node, *directories, *ready["sidecar"]))],
     }
 
@@ -196,7 +201,7 @@ class Supervisor:
             child.stop()
 
 
-def up(where: Layout, cadence: Cadence, *, announce: Path | None) -> None:
+def up(where: Layout, cadence: Cadence, *, announce: Path | None, based: Sequence[str] = ()) -> None:
     """Run everything until SIGTERM or SIGINT.
 
     Raises:
@@ -209,7 +214,7 @@ def up(where: Layout, cadence: Cadence, *, announce: Path | None) -> None:
         ports = {name: free_port("127.0.0.1") for name in ("broker", "coordinator", "sidecar")}
         for name in ("coordinator", "sidecar"):
             ready_file(where, name).unlink(missing_ok=True)
-        lines = commands(where, cadence, ports=ports)
+        lines = commands(where, cadence, ports=ports, based=based)
         children = [Child(name=name, command=line, log=where.logs / f"{name}.log") for name, line in lines.items()]
         supervisor = Supervisor(children=children)
 

@@ -163,12 +163,20 @@ class RestoreShard(_Document, frozen=True, kw_only=True):
     sources: tuple[Source, ...]
 
 
+class BaseView(_Document, frozen=True, kw_only=True):
+    """The job's base, of which ``restore`` names the shards: the step of another job, all of it or the weights only."""
+
+    job_uid: str
+    step: int
+    weights_only: bool
+
+
 class AttemptView(_Document, frozen=True, kw_only=True):
     """The current attempt. ``phase`` is what all its ranks have reached.
 
     ``opened``: being staged; ``staged``: all ranks have verified what they need and may apply it; ``applied``: all
     have applied it and train; ``failed``: it will not come to that, ``reason`` says why, open another round.
-    ``source_attempt_uid`` and ``from_step`` name the snapshot in ``restore``.
+    ``source_attempt_uid`` and ``from_step`` name the snapshot in ``restore``; with source ``base`` it is ``base``.
     """
 
     number: int
@@ -176,12 +184,13 @@ class AttemptView(_Document, frozen=True, kw_only=True):
     launch_id: str
     round: int
     world: tuple[Member, ...]
-    source: Literal["fresh", "ready", "held"]
+    source: Literal["fresh", "ready", "held", "base"]
     source_attempt_uid: str
     from_step: int
     restore: tuple[RestoreShard, ...]
     phase: Literal["opened", "staged", "applied", "failed"]
     reason: str = ""
+    base: BaseView | None = None
 
 
 class Cadence(_Document, frozen=True, kw_only=True):

@@ -161,6 +161,7 @@ def _answer_to_open(trainer: Trainer, desired: Desired, attempt: AttemptView) ->
     if attempt.uid != opened.uid:
         text = f"attempt {opened.number} was opened, and then attempt {attempt.number} in its place"
         return [wire.Error(code="superseded", text=text)]
+    base = attempt.base
     return [
         wire.Attempt(
             job_uid=desired.job_uid,
@@ -173,6 +174,9 @@ def _answer_to_open(trainer: Trainer, desired: Desired, attempt: AttemptView) ->
             from_step=attempt.from_step,
             schedule=_schedule(desired),
             why=attempt.reason,
+            base_job_uid="" if base is None else base.job_uid,
+            base_step=0 if base is None else base.step,
+            weights_only=base is not None and base.weights_only,
         )
     ]
 

@@ -18,6 +18,7 @@ from toprope.store.cli_shared import (
     AsJson,
     JobOption,
     Root,
+    RootOrAt,
     StepOption,
     metered,
     only_job,
@@ -32,6 +33,7 @@ from toprope.store.manifest import Index, Manifest
 from toprope.store.objects.opening import check_outside, open_store
 from toprope.store.objects.protocol import ObjectStore
 from toprope.store.partial import PartlyRestored, restore_part
+from toprope.store.places import selected
 from toprope.store.restore import Restored
 from toprope.store.restore import plan as plan_restore
 from toprope.store.restore import restore as restore_checkpoint
@@ -78,7 +80,7 @@ def list_jobs(root: Root, job: JobOption = None, *, as_json: AsJson = False) -> 
 
 @app.command()
 def show(
-    root: Root,
+    root: RootOrAt,
     job: JobOption = None,
     step: StepOption = None,
     *,
@@ -87,6 +89,7 @@ def show(
     as_json: AsJson = False,
 ) -> None:
     """Show a job: its log and its checkpoints; with --step the manifest and the tensors of one."""
+    root, job, step = selected(root, job, step)
     if (files or xxhsum) and step is not None:
         raise UsageError("--files and --xxhsum are of the whole job: leave out --step")
     store = open_store(root)
@@ -109,7 +112,7 @@ def show(
 
 @app.command()
 def restore(  # noqa: PLR0913 - one for each option
-    root: Root,
+    root: RootOrAt,
     to: Annotated[Path, typer.Option("--to", help="The directory to make.", show_default=False)],
     job: JobOption = None,
     step: StepOption = None,
@@ -125,6 +128,7 @@ def restore(  # noqa: PLR0913 - one for each option
     Without --step it is the newest READY checkpoint that verifies; what is passed over, and why, is said. With --only
     it is a part: files of those tensors and PARTIAL.json instead of a manifest; nothing is passed over then.
     """
+    root, job, step = selected(root, job, step)
     store = open_store(root)
     state = read_job(store, only_job(store, root, job)).state
     check_outside(to, root)

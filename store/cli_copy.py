@@ -13,6 +13,7 @@ from toprope.store.copy import plan
 from toprope.store.errors import UsageError
 from toprope.store.holds import holding
 from toprope.store.objects.opening import absolute_root, open_store
+from toprope.store.places import selected
 from toprope.store.show import read_job
 from toprope.store.sizes import size_text
 from toprope.store.verify import plan as plan_verify
@@ -22,7 +23,12 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_mar
 
 @app.command()
 def copy(
-    source: Annotated[str, typer.Argument(metavar="ROOT", help="The store to copy from.", show_default=False)],
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="ROOT", help="The store to copy from, or one checkpoint of it as ROOT/JOB@STEP.", show_default=False
+        ),
+    ],
     target: Annotated[str, typer.Argument(metavar="ROOT2", help="The store to copy to.", show_default=False)],
     job: JobOption = None,
     step: Annotated[
@@ -39,6 +45,7 @@ def copy(
     Exit status: 0 done; 2 something is damaged, and the log was not copied; 3 there is no such checkpoint; 4 a store
     can't be reached; 64 the destination has a job of that name with another history.
     """
+    source, job, step = selected(source, job, step)
     if absolute_root(source) == absolute_root(target):
         raise UsageError(f"{source}: is both source and destination; give another store to copy to")
     read_from = open_store(source)

@@ -9,10 +9,11 @@ import typer
 
 from toprope.store.assemble import read_indexes
 from toprope.store.cli_shared import AsJson, JobOption, only_job, print_json, print_table, say, table
-from toprope.store.diff import Change, Diff, Side, parse_selected
+from toprope.store.diff import Change, Diff, Side
 from toprope.store.diff import diff as diff_sides
 from toprope.store.errors import UsageError
 from toprope.store.objects.opening import open_store
+from toprope.store.places import parse_selected
 from toprope.store.restore import plan
 from toprope.store.show import read_job
 from toprope.store.values import comparison

@@ -7,12 +7,13 @@ from typing import Annotated
 
 import typer
 
-from toprope.store.cli_shared import AsJson, JobOption, Root, metered, only_job, print_json, put, say
+from toprope.store.cli_shared import AsJson, JobOption, RootOrAt, metered, only_job, print_json, put, say
 from toprope.store.errors import UsageError
 from toprope.store.export import Format, Wanted
 from toprope.store.export import export as export_checkpoint
 from toprope.store.holds import holding_choice
 from toprope.store.objects.opening import check_outside, open_store
+from toprope.store.places import selected
 from toprope.store.restore import plan
 from toprope.store.show import read_state
 from toprope.store.sizes import parsed_size, size_text
@@ -25,7 +26,7 @@ _SHARD_SIZE = "5GB"
 
 @app.command()
 def export(  # noqa: PLR0913 - one for each option
-    root: Root,
+    root: RootOrAt,
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="The directory to make.", show_default=False)],
     *,
     to: Annotated[Format, typer.Option("--to", help="The format.")] = "safetensors",
@@ -71,6 +72,7 @@ def export(  # noqa: PLR0913 - one for each option
         as_bytes=as_bytes,
         max_shard_bytes=parsed_size(max_shard_size),
     )
+    root, job, step = selected(root, job, step)
     store = open_store(root)
     found = read_state(store, only_job(store, root, job))
     check_outside(directory, root)

@@ -21,6 +21,14 @@ from toprope.store.objects.metered import MeteredStore
 from toprope.store.objects.protocol import ObjectStore
 from toprope.store.show import job_names
 
+RootOrAt = Annotated[
+    str,
+    typer.Argument(
+        metavar="ROOT",
+        help="The store: a directory, file:///path or s3://bucket/prefix?...; or one checkpoint as ROOT/JOB@STEP.",
+        show_default=False,
+    ),
+]
 Root = Annotated[
     str,
     typer.Argument(

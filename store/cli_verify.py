@@ -12,12 +12,13 @@ import typer
 
 from toprope.store.assemble import read_indexes
 from toprope.store.checkpoint import Damage
-from toprope.store.cli_shared import AsJson, JobOption, Root, StepOption, metered, print_json, put, say
+from toprope.store.cli_shared import AsJson, JobOption, RootOrAt, StepOption, metered, print_json, put, say
 from toprope.store.errors import NothingToVerifyError, UsageError
 from toprope.store.fold import JobState
 from toprope.store.log import read_on
 from toprope.store.objects.opening import open_store
 from toprope.store.objects.protocol import ObjectStore
+from toprope.store.places import selected
 from toprope.store.sample import Sample, Sampled, parsed_sample, sample_checkpoint, untold
 from toprope.store.show import job_names, read_job
 from toprope.store.sizes import size_text
@@ -44,7 +45,7 @@ class _Found:
 
 @app.command()
 def verify(  # noqa: PLR0913 - one for each option
-    root: Root,
+    root: RootOrAt,
     job: JobOption = None,
     step: StepOption = None,
     *,
@@ -69,6 +70,7 @@ def verify(  # noqa: PLR0913 - one for each option
     """
     if sample is not None and deep is not None:
         raise UsageError("--deep reads everything: leave out --sample")
+    root, job, step = selected(root, job, step)
     part = None if sample is None else parsed_sample(sample, seed=seed)
     store = open_store(root)
     planned = _planned(store, root, job, step)

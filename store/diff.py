@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
 from toprope.store.assemble import tensor_bytes
-from toprope.store.errors import StoreError, UsageError
+from toprope.store.errors import StoreError
 from toprope.store.manifest import Index
 from toprope.store.objects.protocol import ObjectStore
 from toprope.store.values import Apart, Comparison
@@ -16,7 +15,6 @@ from toprope.store.whole import DOCUMENT, Whole, gather, untiled
 Kind: TypeAlias = Literal["changed", "added", "removed", "reshaped", "recut"]
 
 _BAND_BYTES = 4 * 1024 * 1024
-_SELECTED = re.compile(r"(?P<root>.+)/(?P<job>[a-z0-9][a-z0-9._-]*)@(?P<step>[0-9]+)(?P<query>\?.*)?")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,18 +47,6 @@ class Diff:
 
     same: int
     changes: tuple[Change, ...]
-
-
-def parse_selected(text: str) -> tuple[str, str, int]:
-    """Return root, job and step of ``ROOT/job@step``.
-
-    Raises:
-        UsageError: it is not of that form.
-    """
-    match = _SELECTED.fullmatch(text)
-    if match is None:
-        raise UsageError(f"{text!r} names no checkpoint: give ROOT/JOB@STEP twice, or ROOT with --step A --step B")
-    return match["root"] + (match["query"] or ""), match["job"], int(match["step"])
 
 
 def diff(before: Side, after: Side, *, compare: Comparison | None = None) -> Diff:

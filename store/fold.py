@@ -13,7 +13,7 @@ from typing import assert_never
 from msgspec import UNSET
 
 from toprope.store.ready_book import ReadyBook
-from toprope.store.records import FORMAT, Attempt, Elected, Job, Pin, Ready, Record, Retire, Taint, Unpin
+from toprope.store.records import FORMAT, Attempt, Base, Elected, Job, Pin, Ready, Record, Retire, Taint, Unpin
 
 _HEX = re.compile(r"[0-9a-f]{8,128}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -38,8 +38,9 @@ class JobState:
 
     ``head`` is the newest READY on the lineage of the current attempt, or None; a READY's name is its ``seq``, the
     number of its record. ``last_step`` is the step that the next READY must pass. ``struck`` holds the sources,
-    as (attempt uid, step), that were tried and failed. ``retain`` is the policy of retention. ``url`` is where the
-    coordinator serves that was elected last, not counting commands; the term is ``passing`` if it is a command's.
+    as (attempt uid, step), that were tried and failed. ``retain`` is the policy of retention. ``base`` is the
+    checkpoint of another job that this one started from, the oldest of its lineage. ``url`` is where the coordinator
+    serves that was elected last, not counting commands; the term is ``passing`` if it is a command's.
     """
 
     job: str
@@ -58,6 +59,7 @@ class JobState:
     taints: tuple[Taint, ...] = ()
     struck: frozenset[tuple[str, int]] = frozenset()
     retain: str = ""
+    base: Base | None = None
     url: str = ""
     passing: bool = False
 
@@ -113,17 +115,21 @@ class JobState:
         return None
 
     def lineage(self) -> Iterator[Stretch]:
-        """Yield the attempts that led to where the job is, current first, with their steps that did."""
+        """Yield the attempts that led to where the job is, current first, with their steps that did; not the base."""
         by_uid = {attempt.uid: attempt for attempt in self.attempts}
         current, upto = self.attempt, None
         while current is not None:
             yield Stretch(attempt_uid=current.uid, after=current.from_step, upto=upto)
             source = self.source_of(current)
-            current, upto = (by_uid[source[0]], source[1]) if source else (None, None)
+            current, upto = (by_uid.get(source[0]), source[1]) if source else (None, None)
 
     def is_on_lineage(self, *, attempt_uid: str, step: int) -> bool:
         """Return whether that snapshot was written by the current attempt or by what it descends from."""
         return any(stretch.attempt_uid == attempt_uid and stretch.holds(step) for stretch in self.lineage())
+
+    def is_base(self, snapshot: tuple[str, int] | None) -> bool:
+        """Return whether a snapshot, as (attempt uid, step), is the job's base."""
+        return self.base is not None and snapshot == self.base.snapshot
 
     def is_ended(self, attempt: int) -> bool:
         """Return whether a taint without an end has ended this attempt: nothing more of it can become READY."""
@@ -143,6 +149,7 @@ def fold(state: JobState, record: Record, *, record_sha256: str) -> JobState:
                 job_uid=record.uid,
                 spec_sha256=record.spec_sha256 or state.spec_sha256,
                 retain=state.retain if record.retain is UNSET else record.retain,
+                base=state.base if record.base is UNSET else record.base,
             )
         case Elected():
             passing = record.passing is True
@@ -228,19 +235,32 @@ def _broken_by_job(state: JobState, record: Job) -> str | None:
         (record.name == state.job, f"it names job {record.name!r} in the log of {state.job!r}"),
         (_HEX.fullmatch(record.uid) is not None, "its uid is not lower-case hexadecimal"),
     )
-    sets_spec, sets_policy = record.spec_sha256 is not None, record.retain is not UNSET
+    sets_spec, sets_policy, base = record.spec_sha256 is not None, record.retain is not UNSET, record.base
     if shape or state.n == 0:
         return shape or _first(
             (not sets_spec, "record 0 sets no spec"),
-            (not sets_policy and record.replaces is UNSET, "record 0 names the job only"),
+            (not sets_policy and record.replaces is UNSET and base is UNSET, "record 0 names the job only"),
         )
     if why := _first(
         (record.uid == state.job_uid, f"it is of job uid {record.uid}, not {state.job_uid}"),
-        (sets_spec != sets_policy, "it sets no spec and no policy, or both"),
+        (sum((sets_spec, sets_policy, base is not UNSET)) == 1, "it sets no spec, policy or base, or more than one"),
         (sets_spec or record.replaces is UNSET, "it replaces a spec with none"),
     ):
         return why
+    if isinstance(base, Base):
+        return _broken_by_base(state, base)
     return _broken_by_spec(state, record) if sets_spec else None
+
+
+def _broken_by_base(state: JobState, base: Base) -> str | None:
+    return _first(
+        (state.base is None, "a base is set already"),
+        (not state.attempts, "it sets a base after the first attempt"),
+        (all(_HEX.fullmatch(one) for one in (base.job_uid, base.attempt_uid)), "a uid of its base is not hexadecimal"),
+        (base.job_uid != state.job_uid, "its base is of the job itself"),
+        (_SHA256.fullmatch(base.manifest_sha256) is not None, "its base names no manifest"),
+        (base.seq > 0 and base.step > 0 and base.world > 0, "its base is no READY"),
+    )
 
 
 def _broken_by_spec(state: JobState, record: Job) -> str | None:
@@ -285,12 +305,19 @@ def _broken_by_source(state: JobState, record: Attempt) -> str | None:
     return _first(
         (record.from_step == 0, f"a fresh start from step {record.from_step}"),
         (not state.readies, "a fresh start although there are READY checkpoints"),
+        (state.base is None, "a fresh start although the job has a base"),
     )
 
 
 def _broken_by_held(state: JobState, record: Attempt, struck: frozenset[tuple[str, int]]) -> str | None:
     held = record.held
     assert held is not None
+    if state.base is not None and state.is_base((held.attempt_uid, held.step)):
+        begins = state.base.from_step
+        return _first(
+            (record.from_step == begins, f"from_step {record.from_step} is not that of the base, {begins}"),
+            (state.base.snapshot not in struck, "its source, the base, has been struck off"),
+        )
     number = next((one.attempt for one in state.attempts if one.uid == held.attempt_uid), None)
     if number is None:
         return f"its source is of attempt uid {held.attempt_uid}, which is unknown"
@@ -380,6 +407,8 @@ def _head_of(state: JobState, record: Attempt) -> int | None:
     """Return the head after an attempt opened: its READY source, or the newest READY that its held source follows."""
     if record.held is None:
         return record.ready
+    if state.is_base((record.held.attempt_uid, record.held.step)):
+        return None
     lineage = state.ready_lineage()
     return next((seq for seq, ready in lineage if _precedes(state, ready, record)), None)
 

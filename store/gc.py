@@ -169,8 +169,8 @@ def _named_by_held(store: ObjectStore, state: JobState, seqs: AbstractSet[int]) 
 def _needed_by_source(store: ObjectStore, state: JobState, listing: Listing) -> Iterator[str]:
     """Yield all objects of the step that the current attempt began with, if it is not READY, and what those name."""
     attempt = state.attempt
-    if attempt is None or attempt.held is None:
-        return
+    if attempt is None or attempt.held is None or state.is_base(state.source_of(attempt)):
+        return  # what a base names is in another job, and pinned there
     number = next(one.attempt for one in state.attempts if one.uid == attempt.held.attempt_uid)
     prefix = step_prefix(state.job, attempt=number, step=attempt.held.step)
     for key in listing.objects:

@@ -8,7 +8,7 @@ is an object named by its hash, under ``facts/``.
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -25,11 +25,39 @@ class _Record(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", forbi
     sum: str = ""
 
 
+class Base(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The checkpoint of another job, in the same store, that a job starts from: its READY ``seq``, named by hash.
+
+    ``take``: ``all``, and training goes on after ``step``; or the ``weights`` of the models only, and it begins with
+    step 1.
+    """
+
+    job: str
+    job_uid: str
+    seq: int
+    attempt_uid: str
+    step: int
+    world: int
+    manifest_sha256: str
+    take: Literal["all", "weights"]
+
+    @property
+    def from_step(self) -> int:
+        """The step that an attempt from here begins with."""
+        return self.step if self.take == "all" else 0
+
+    @property
+    def snapshot(self) -> tuple[str, int]:
+        """The snapshot, as attempt uid and step."""
+        return self.attempt_uid, self.step
+
+
 class Job(_Record, frozen=True, kw_only=True, tag="JOB"):
-    """Record 0 names the job; a later one sets its spec (``spec_sha256``, an object under ``facts/``) or its policy.
+    """Record 0 names the job; a later one sets its spec (``spec_sha256``, an object under ``facts/``), policy or base.
 
     The spec is set once; after that only in place of the one that ``replaces`` names. ``retain`` is the policy of
-    retention, empty for none. What a record does not say is left out of it, so older ones keep their bytes.
+    retention, empty for none. ``base`` is set once, before the first attempt. What a record does not say is left out
+    of it, so older ones keep their bytes.
     """
 
     uid: str
@@ -38,6 +66,7 @@ class Job(_Record, frozen=True, kw_only=True, tag="JOB"):
     spec_sha256: str | None = None
     replaces: str | UnsetType = UNSET
     retain: str | UnsetType = UNSET
+    base: Base | UnsetType = UNSET
 
 
 class Elected(_Record, frozen=True, kw_only=True, tag="ELECTED"):
@@ -63,9 +92,9 @@ class Ready(_Record, frozen=True, kw_only=True, tag="READY"):
 
 
 class Held(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A source that is not READY: the shards of one step, in memory, peer, local or object tier.
+    """A source that is no READY of this job: the shards of one step, in memory, peer, local or object tier.
 
-    Their digests are in the attempt's facts.
+    Or it is the job's base. Their digests are in the attempt's facts.
     """
 
     attempt_uid: str

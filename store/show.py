@@ -168,6 +168,9 @@ def _in_words(record: Record) -> str:
 
 
 def _set_by(record: Job) -> str:
+    if record.base:
+        what = "everything" if record.base.take == "all" else "the weights"
+        return f"base {record.base.job}@{record.base.step}, READY {record.base.seq} of that job: {what}"
     if record.spec_sha256 is None:
         return f"retention {record.retain or 'all'}"
     return f"spec {record.spec_sha256[:12]}" + (f" replaces {record.replaces[:12]}" if record.replaces else "")

@@ -10,13 +10,14 @@ import hashlib
 import logging
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from toprope.store.errors import AlreadyExistsError, CorruptObjectError, MissingObjectError
 from toprope.store.fold import JobState
 from toprope.store.names import Key, log_key, snap_key, snaps_prefix
 from toprope.store.objects.protocol import ObjectStore
 from toprope.store.ready_book import ReadyBook
-from toprope.store.records import Attempt, Ready, Taint
+from toprope.store.records import Attempt, Base, Ready, Taint
 
 FORMAT = 1
 EVERY = 500
@@ -49,6 +50,7 @@ class Snap(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     retain: str
     url: str
     passing: bool
+    base: Base | UnsetType = UNSET
     sum: str = ""
 
 
@@ -73,6 +75,7 @@ def encode(state: JobState) -> bytes:
         retain=state.retain,
         url=state.url,
         passing=state.passing,
+        base=UNSET if state.base is None else state.base,
     )
     return _encoded(msgspec.structs.replace(snap, sum=_sum(snap)))
 
@@ -110,6 +113,7 @@ def decode(body: bytes, *, key: Key, job: str) -> JobState:
         retain=snap.retain,
         url=snap.url,
         passing=snap.passing,
+        base=None if snap.base is UNSET else snap.base,
     )
 
 

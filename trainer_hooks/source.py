@@ -82,7 +82,10 @@ class StagedSource:
             image = StagedImage(Path(shard.path), shard.bytes, tensors)
         except (OSError, StateMismatchError) as error:
             raise SourceError(str(error)) from error
-        expected = {"job_uid": self.attempt.job_uid, "step": str(self.attempt.from_step), "rank": str(shard.rank)}
+        job_uid, step = self.attempt.job_uid, self.attempt.from_step
+        if self.attempt.source == "base":
+            job_uid, step = self.attempt.base_job_uid, self.attempt.base_step
+        expected = {"job_uid": job_uid, "step": str(step), "rank": str(shard.rank)}
         found = {key: image.metadata.get(key) for key in expected}
         if found != expected:
             raise SourceError(f"{shard.path}: staged as {expected} and says that it is {found}")

@@ -194,9 +194,10 @@ class Welcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempt:
-    """Sidecar: the attempt that answers OPEN. ``source`` is ``fresh``, ``ready`` or ``held``; fresh has from_step 0.
+    """Sidecar: the attempt that answers OPEN. ``source`` is ``fresh``, ``ready``, ``held`` or ``base``.
 
-    ``source_world``: how many ranks saved the source.
+    ``source_world``: how many ranks saved the source. Fresh has from_step 0. A base is step ``base_step`` of another
+    job, all of it or the ``weights_only``.
     """
 
     kind: ClassVar[str] = "ATTEMPT"
@@ -210,6 +211,9 @@ class Attempt:
     from_step: int
     schedule: Schedule
     why: str = ""
+    base_job_uid: str = ""
+    base_step: int = 0
+    weights_only: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

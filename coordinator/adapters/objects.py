@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 
+from toprope.coordinator.basing import base_shards, shards_there
 from toprope.store.checkpoint import read_capped, read_index, read_manifest
 from toprope.store.digest import digest_of_object
-from toprope.store.errors import AlreadyExistsError, CorruptObjectError
+from toprope.store.errors import AlreadyExistsError
 from toprope.store.fold import JobState
 from toprope.store.gc import GcPlan, execute, survey
 from toprope.store.holds import HoldWatch
 from toprope.store.manifest import MAX_INDEX_BYTES, Index, Shard
 from toprope.store.names import Key
 from toprope.store.objects.protocol import ObjectStore
+from toprope.store.records import Base
 from toprope.store.snap import newest_snap, put_snap
 
 
@@ -47,7 +49,11 @@ class ThreadedStore:
 
     async def shards(self, state: JobState, seq: int) -> tuple[Shard, ...]:
         """Return the shards of a READY checkpoint by rank, each file of them there and as long as it should be."""
-        return await asyncio.to_thread(_shards, self._store, state, seq)
+        return await asyncio.to_thread(shards_there, self._store, state, seq)
+
+    async def base_shards(self, base: Base) -> tuple[Shard, ...]:
+        """Return the shards of a job's base, which is of another job."""
+        return await asyncio.to_thread(base_shards, self._store, base)
 
     async def indexes(self, state: JobState, seq: int) -> tuple[Index, ...]:
         """Return the indexes of a READY checkpoint by rank."""
@@ -68,16 +74,6 @@ class ThreadedStore:
     async def digest_uncached(self, key: Key) -> str:
         """Return the digest of an object as the medium has it."""
         return await asyncio.to_thread(digest_of_object, self._store, key, uncached=True)
-
-
-def _shards(store: ObjectStore, state: JobState, seq: int) -> tuple[Shard, ...]:
-    manifest, _ = read_manifest(store, state, seq)
-    files = {file.key: file for shard in manifest.shards for file in read_index(store, manifest, shard).files}
-    for file in files.values():
-        size = store.size(Key(file.key))
-        if size != file.stored_bytes:
-            raise CorruptObjectError(f"{file.key}: {size} bytes, expected {file.stored_bytes}")
-    return manifest.shards
 
 
 def _indexes(store: ObjectStore, state: JobState, seq: int) -> tuple[Index, ...]:

@@ -13,12 +13,13 @@ from tests.support.tensor_stores import Stored, Tensors, bfloat16, pieces, tenso
 
 from toprope.__main__ import main
 from toprope.store.assemble import read_indexes
-from toprope.store.diff import Diff, Side, diff, parse_selected
+from toprope.store.diff import Diff, Side, diff
 from toprope.store.errors import StoreError, UsageError
 from toprope.store.log import read_log
 from toprope.store.names import Key
 from toprope.store.objects.directory import DirectoryStore
 from toprope.store.objects.opening import open_store
+from toprope.store.places import parse_selected
 from toprope.store.restore import plan
 from toprope.store.values import Comparison, plainly, with_numpy
 

@@ -12,6 +12,7 @@ import msgspec
 from tests.support.fake_store import FakeStore
 
 from toprope.coordinator import spec as specs
+from toprope.coordinator.basing import make_base
 from toprope.coordinator.core import Core, Settings
 from toprope.coordinator.effects import (
     Answer,
@@ -59,7 +60,7 @@ from toprope.coordinator.wire import (
 from toprope.store import manifest
 from toprope.store.fold import JobState
 from toprope.store.log import append
-from toprope.store.records import AttemptFacts, Elected, Job, Record
+from toprope.store.records import AttemptFacts, Base, Elected, Job, Record
 
 JOB = "job"
 SPEC = {"model": {"w": ["float32", [4]]}}
@@ -155,6 +156,8 @@ class Reign:
     damaged: dict[int, str] = field(default_factory=dict)
     now_s: float = 0.0
     readies: dict[int, CommitStep] = field(default_factory=dict)
+    base: Base | None = None
+    base_damage: str = ""
     log_up: bool = True
     held_back: set[type[Effect]] = field(default_factory=set)
 
@@ -172,6 +175,8 @@ class Reign:
         self._append(lambda state: Job(uid="0b" * 16, name=JOB) if state.n == 0 else None)
         self._append(lambda _: Elected())
         self.term = self.state.term
+        if self.base is not None:
+            self._append(functools.partial(make_base, base=self.base))
         self.core = Core(self.settings, self._log_view(), now_s=self.now_s)
         self.do(Ticked(now_s=self.now_s))
 
@@ -186,6 +191,8 @@ class Reign:
             damaged=self.damaged,
             now_s=self.now_s,
             readies=self.readies,
+            base=self.base,
+            base_damage=self.base_damage,
         )
         return after
 
@@ -371,7 +378,7 @@ class Reign:
     def _prepare(self, effect: Prepare) -> Prepared:
         return Prepared(
             answers={name: self._probe(name) for name, _ in effect.nodes},
-            offers=tuple(self._offer(seq) for seq in effect.ready_seqs),
+            offers=(*(self._offer(seq) for seq in effect.ready_seqs), *self._base_offer()),
             uid=manifest.sha256(f"attempt {self.state.attempt_number + 1}".encode())[:32],
             now_s=self.now_s,
         )
@@ -388,6 +395,17 @@ class Reign:
             shards=() if seq in self.damaged else shards,
             damage=self.damaged.get(seq, ""),
         )
+
+    def _base_offer(self) -> tuple[Offer, ...]:
+        if self.base is None:
+            return ()
+        uid, step = self.base.snapshot
+        shards = tuple(
+            Stored(key=f"other/rank-{rank}.index", bytes=100, digest=digest(uid, step, rank))
+            for rank in range(self.base.world)
+        )
+        damage = self.base_damage
+        return (Offer(seq=None, attempt=0, attempt_uid=uid, step=step, shards=() if damage else shards, damage=damage),)
 
     def _open(self, intent: OpenAttempt) -> Event:
         if not self.log_up:
@@ -429,12 +447,10 @@ class Reign:
         if attempt is not None:
             body = self.store.objects[f"facts/{attempt.facts_sha256}"]  # type: ignore[index] # a short key will do
             facts = msgspec.json.decode(body, type=AttemptFacts)
-        return LogView(
-            state=self.state,
-            spec=self._spec(),
-            facts=facts,
-            offer=self._offer(attempt.ready) if attempt is not None and attempt.ready is not None else None,
-        )
+        offer = self._offer(attempt.ready) if attempt is not None and attempt.ready is not None else None
+        if attempt is not None and self.state.is_base(self.state.source_of(attempt)):
+            (offer,) = self._base_offer()
+        return LogView(state=self.state, spec=self._spec(), facts=facts, offer=offer)
 
     def _spec(self) -> dict[str, Any] | None:
         if self.state.spec_sha256 is None:

@@ -1,0 +1,114 @@
+"""A job that starts from a checkpoint of another job: its base, a READY of a job in the same store.
+
+It is pinned there first and then recorded in the new job's log, named by the SHA-256 of its manifest; so what is begun
+from can't change or go. It is the oldest step of the new job's lineage, and no attempt of it starts afresh.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
+
+from toprope.coordinator.changing import Changer
+from toprope.store.checkpoint import read_index, read_manifest
+from toprope.store.errors import CorruptObjectError, StoreError, UsageError
+from toprope.store.fold import JobState
+from toprope.store.log import read_log
+from toprope.store.manifest import Shard
+from toprope.store.names import Key
+from toprope.store.objects.protocol import ObjectStore
+from toprope.store.places import parsed_place
+from toprope.store.records import Base, Job, Pin
+from toprope.store.restore import plan
+from toprope.store.show import read_state
+
+
+def pinned_base(
+    store: ObjectStore, job: str, *, at: str, take: Literal["all", "weights"], token: str, say: Callable[[str], None]
+) -> Base:
+    """Return the base ``at`` (``JOB@STEP``) for a job, pinned where it is; that of the job if it was recorded before.
+
+    Raises:
+        UsageError: there is none such, it is tainted, or the job has begun in another way. Nothing was changed.
+        NothingToVerifyError: there is no READY checkpoint of that step.
+        CkptError: it could not be pinned.
+    """
+    name, step = parsed_place(at)
+    begun = read_log(store, job)
+    if begun.base is not None and (begun.base.job, begun.base.step, begun.base.take) == (name, step, take):
+        return begun.base
+    _check_new(begun, at)
+    if name == job:
+        raise UsageError(f"--base {at}: a job can't start from itself; give a checkpoint of another job")
+    source = read_state(store, name)
+    (seq,) = plan(source, step=step)
+    ready = source.readies[seq]
+    if source.is_tainted(attempt=ready.attempt, step=step):
+        raise UsageError(f"--base {at}: that step is tainted; `ckpt show --job {name}` says why")
+    Changer(store=store, coordinator_url="", token=token, say=say).append(source, Pin(seq=seq), purpose="base")
+    return Base(
+        job=name,
+        job_uid=source.job_uid,
+        seq=seq,
+        attempt_uid=ready.attempt_uid,
+        step=step,
+        world=source.attempts[ready.attempt - 1].world_size,
+        manifest_sha256=ready.manifest_sha256,
+        take=take,
+    )
+
+
+def make_base(state: JobState, *, base: Base) -> Job | None:
+    """Return the record that sets the job's base, None if it is set.
+
+    Raises:
+        UsageError: the job has begun in another way.
+    """
+    if state.base == base:
+        return None
+    _check_new(state, f"{base.job}@{base.step}")
+    return Job(uid=state.job_uid, name=state.job, base=base)
+
+
+def _check_new(state: JobState, at: str) -> None:
+    if state.base is not None:
+        there = f"{state.base.job}@{state.base.step}, {state.base.take}"
+        raise UsageError(f"--base {at}: job {state.job} starts from {there}, which can't be changed; name another job")
+    if state.attempts:
+        raise UsageError(f"--base {at}: job {state.job} has begun without it; name another job, or leave out --base")
+
+
+def base_shards(store: ObjectStore, base: Base) -> tuple[Shard, ...]:
+    """Return the shards of a base by rank, each file of them there and as long as it should be.
+
+    Raises:
+        StoreError: its job is another one by now, it was retired or tainted there, or objects of it are damaged.
+        UnavailableError: the store did not answer.
+    """
+    at = f"the base {base.job}@{base.step}"
+    try:
+        source = read_state(store, base.job)
+    except UsageError as error:
+        raise StoreError(f"{at} is gone: {error}") from error
+    ready = source.readies.get(base.seq)
+    if source.job_uid != base.job_uid or ready is None or ready.manifest_sha256 != base.manifest_sha256:
+        raise StoreError(f"{at} is gone: the job of that name is another one than the one that was recorded")
+    if source.is_tainted(attempt=ready.attempt, step=ready.step):
+        raise StoreError(f"{at} was tainted in its own job")
+    return shards_there(store, source, base.seq)
+
+
+def shards_there(store: ObjectStore, state: JobState, seq: int) -> tuple[Shard, ...]:
+    """Return the shards of a READY checkpoint by rank, each file of them there and as long as it should be.
+
+    Raises:
+        StoreError: one is not, or a manifest or index is not what it should be.
+        UnavailableError: the store did not answer.
+    """
+    manifest, _ = read_manifest(store, state, seq)
+    files = {file.key: file for shard in manifest.shards for file in read_index(store, manifest, shard).files}
+    for file in files.values():
+        size = store.size(Key(file.key))
+        if size != file.stored_bytes:
+            raise CorruptObjectError(f"{file.key}: {size} bytes, expected {file.stored_bytes}")
+    return manifest.shards
