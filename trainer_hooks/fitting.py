@@ -7,7 +7,7 @@ which parts are to be this rank's.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -17,6 +17,8 @@ from toprope.trainer_hooks.image import Image
 from toprope.trainer_hooks.modules import model_state
 from toprope.trainer_hooks.relaxing import Allowed, Report, relaxed
 from toprope.trainer_hooks.state import Parts
+from toprope.trainer_hooks.tree import Json
+from toprope.trainer_hooks.weights import weights_of
 
 
 class Source(Protocol):
@@ -79,6 +81,14 @@ def fit(
     return fitter.other_layout(None)
 
 
+def fit_weights(parts: Parts, source: Source, names: Mapping[str, frozenset[str]], *, rank: int, world: int) -> Fit:
+    """Return the models of this rank alone, checked, whoever saved them; all else stays as it is. Raises as ``fit``."""
+    model = model_state(parts.models(), world=world)
+    only = {**names, "sections": frozenset[str]()}
+    fitter = _Fitter(parts.weights(), source, only, rank, world, _STRICT, lambda shard: weights_of(shard, model))
+    return fitter.other_layout(None)
+
+
 @dataclass(frozen=True, slots=True)
 class _Fitter:
     parts: Parts
@@ -87,6 +97,7 @@ class _Fitter:
     rank: int
     world: int
     allowed: Allowed
+    document_of: Callable[[Image], dict[str, Json]] = Image.document
 
     def same_layout(self) -> Fit:
         own = self.source.whole(self.rank)
@@ -103,7 +114,7 @@ class _Fitter:
         rank, world, partial = self.rank, self.world, self.allowed.partial
         shards = dict(self.source.heads(range(self.source.world)))
         model = model_state(self.parts.models(), world=world)
-        documents = {number: shard.document() for number, shard in shards.items()}
+        documents = {number: self.document_of(shard) for number, shard in shards.items()}
         try:
             merger = Merger(shards, documents)
             plan = reshard(self.parts, model, merger, self.names, rank=rank, world=world, partial=partial)

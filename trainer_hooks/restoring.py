@@ -11,7 +11,7 @@ from toprope.trainer_hooks import rng, wire
 from toprope.trainer_hooks.apply import apply
 from toprope.trainer_hooks.entering import Entry, NextRound
 from toprope.trainer_hooks.errors import RestoreError, UsageError
-from toprope.trainer_hooks.fitting import Fit, fit
+from toprope.trainer_hooks.fitting import Fit, fit, fit_weights
 from toprope.trainer_hooks.relaxing import Allowed, Report
 from toprope.trainer_hooks.source import SourceError, StagedSource
 from toprope.trainer_hooks.state import Parts, devices_of
@@ -66,6 +66,8 @@ class Restorer:
             return None
         try:
             rank, world = self.entry.world.rank, self.entry.world.size
+            if attempt.weights_only:
+                return fit_weights(self.parts, source, self.names, rank=rank, world=world)
             return fit(self.parts, source, self.names, rank=rank, world=world, allowed=self.allowed)
         except SourceError as error:  # the source's fault: another one may do
             self.entry.say(attempt, "staged", ok=False, reason=str(error))
@@ -81,7 +83,7 @@ class Restorer:
             logger.warning("step %d and this trainer differ, which was allowed: %s", attempt.from_step, line)
         for note in found.notes:
             logger.warning("step %d was saved in another layout: %s", attempt.from_step, note)
-        if "rng" in found.loaded.left:
+        if "rng" in found.loaded.left and not attempt.weights_only:
             # No rank of the checkpoint had this rank's streams: they begin anew, each rank's different from all others.
             devices = devices_of(found.loaded.model)
             rng.derive_streams(attempt.job_uid, step=attempt.from_step, rank=self.entry.world.rank, devices=devices)

@@ -92,6 +92,10 @@ class Parts:
         """Return the model, or several by name."""
         return self.model if isinstance(self.model, nn.Module) else _by_key("model", self.model)
 
+    def weights(self) -> Parts:
+        """Return the models alone."""
+        return Parts(model=self.model, allow_pickle=self.allow_pickle)
+
     def optimizers(self) -> dict[str, torch.optim.Optimizer]:
         """Return the optimizers by the name of their section in the document."""
         return {} if self.optimizer is None else _named("optimizer", self.optimizer)
