@@ -76,6 +76,8 @@ class Cluster:
     """Starts ``ckpt`` with some words; a fork server does it faster."""
     root: str = ""
     """The object store that the services use; without one, a directory."""
+    coordinator_words: tuple[str, ...] = ()
+    """What else the coordinator is told."""
     nodes: dict[str, Node] = field(init=False, default_factory=dict)
     broker: Process | None = field(init=False, default=None)
     coordinator: Running | None = field(init=False, default=None)
@@ -121,7 +123,7 @@ class Cluster:
         arguments += ["--broker", f"127.0.0.1:{self._broker_port}", "--ready-file", str(ready)]
         arguments += ["--every", str(every.every), "--local-every", str(every.local_every)]
         arguments += ["--object-every", str(every.object_every)]
-        words = ["coordinator", *arguments]
+        words = ["coordinator", *arguments, *self.coordinator_words]
         self.coordinator = self.launch("coordinator", words, log=self.log("coordinator"), env=env or {})
         wait_ready(self.coordinator, ready)
         return self.coordinator
