@@ -22,6 +22,7 @@ from toprope.trainer_hooks.launch import own_launch_id, this_world
 from toprope.trainer_hooks.modules import model_state
 from toprope.trainer_hooks.names import joined, names_of, of_all, union
 from toprope.trainer_hooks.relaxing import Allowed, Report
+from toprope.trainer_hooks.replicated import check_equal, check_on_all
 from toprope.trainer_hooks.restoring import Restorer
 from toprope.trainer_hooks.saving import Saver, Stats
 from toprope.trainer_hooks.session import Session, socket_path, usable_job
@@ -63,6 +64,10 @@ class Checkpointer:
 
     What only an optimizer changes is copied while the next forward and backward run, once several snapshots have shown
     that nothing else changes it; ``lazy=False`` copies all before ``end_step()`` returns.
+
+    ``replicated`` has patterns (as of ``fnmatch``) of names of plain parameters and buffers that all ranks have with
+    the same values though no DDP wraps them: they are stored once, split among the ranks. At the end of the first step
+    after ``restore()`` the ranks compare digests of them, before anything is saved; at later steps they do not.
     """
 
     def __init__(  # noqa: PLR0913 - the parts of a trainer, all by keyword
@@ -83,6 +88,7 @@ class Checkpointer:
         sidecar_timeout_s: float = 60.0,
         fresh_ok: bool = False,
         allow_pickle: bool = False,
+        replicated: Sequence[str] = (),
         lazy: bool = True,
     ) -> None:
         """Check what can be checked before training.
@@ -101,6 +107,7 @@ class Checkpointer:
             scaler=scaler,
             extra=extra,
             allow_pickle=allow_pickle,
+            replicated=tuple(replicated),
         )
         self._parts.check()
         self._settings = Settings(
@@ -114,7 +121,7 @@ class Checkpointer:
         self._session: Session | None = None
         self._saver: Saver | None = None
         self._restored = False
-        self._next_step = 0
+        self._next_step = self._first_step = 0
         self._stats = Stats()
         self._versions: list[tuple[str, int]] = []
         """Of the model at the end of the last step that was skipped."""
@@ -166,6 +173,7 @@ class Checkpointer:
         assert self._session is not None
         spec = joined(of_all(world, spec_of(self._parts)))
         names = union(of_all(world, names_of(self._parts)))
+        check_on_all(world, self._parts)
         allowed = Allowed(partial=partial, cast=cast)
         restorer = Restorer(Entry(self._session, world, launch_id, spec), self._parts, names, allowed)
         attempt = restorer.restore(members)
@@ -186,7 +194,7 @@ class Checkpointer:
 
     def _begin(self, step: int) -> int:
         self._restored = True
-        self._next_step = step + 1
+        self._next_step = self._first_step = step + 1
         return step
 
     def _members(self, launch_id: str) -> tuple[wire.Member, ...] | None:
@@ -221,7 +229,8 @@ class Checkpointer:
         """Say that ``step`` optimizer updates are done; a snapshot is taken if the step is due.
 
         Raises:
-            UsageError: ``restore()`` was not called, or the step is not the one after the last.
+            UsageError: ``restore()`` was not called, the step is not the one after the last, or what was said to be
+                ``replicated`` is not.
             SupersededError: a later attempt was opened: this process must end.
             HookError: a snapshot was skipped, with ``strict``.
         """
@@ -234,6 +243,8 @@ class Checkpointer:
                 "this rank's samples before end_step"
             )
         if self._saver is not None:
+            if step == self._first_step:
+                check_equal(self._world, self._parts, step)
             self._saver.end_step(step)
             if self._saver.skipped_step == step:
                 self._versions = versions(self._parts)

@@ -7,8 +7,9 @@ that a model has the same names with and without them, and a submodule that is r
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from toprope.trainer_hooks import fsdp
 from toprope.trainer_hooks.errors import UnsupportedLeafError, UsageError
+from toprope.trainer_hooks.spread import as_dtensor
 
 _WRAPPERS = (
     ("torch._dynamo.eval_frame", "OptimizedModule", "_orig_mod"),
@@ -50,6 +52,16 @@ class ModelState:
     def kept(self, name: str) -> torch.Tensor:
         """Return the values of a parameter that are kept: FSDP1's local shard, else the parameter."""
         return self.flat[name].values if name in self.flat else self.params[name]
+
+    def declared(self, patterns: Sequence[str]) -> dict[str, torch.Tensor]:
+        """Return the parameters and buffers of these names (``fnmatch``) that are plain: no DTensor, no part of one."""
+        return {
+            name: tensor
+            for name, tensor in (*self.params.items(), *self.buffers.items())
+            if any(fnmatchcase(name, pattern) for pattern in patterns)
+            and name not in self.flat
+            and as_dtensor(tensor) is None
+        }
 
 
 def model_state(models: nn.Module | Mapping[str, nn.Module], *, world: int) -> ModelState:

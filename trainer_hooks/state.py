@@ -70,6 +70,8 @@ class Parts:
     extra: Stateful | MutableMapping[str, Any] | None = None
     allow_pickle: bool = False
     """Whether a value of no known type is pickled when it is saved, and unpickled when it is restored."""
+    replicated: tuple[str, ...] = ()
+    """Patterns of the names of plain parameters and buffers that all ranks have with the same values."""
 
     def check(self) -> None:
         """Check what can be checked before training.
@@ -190,7 +192,7 @@ def capture(parts: Parts, *, rank: int, world: int, memory: Memory | None = None
     model = model_state(parts.models(), world=world)
     memory = Memory() if memory is None else memory
     keeper = _Keeper(rank, parts.allow_pickle, memory)
-    owner_of = _owners(model, rank, world)
+    owner_of = _owners(model, parts.replicated, rank, world)
     document: dict[str, Json] = {
         "format": FORMAT,
         "world": world,
@@ -219,13 +221,16 @@ def _updaters(parts: Parts) -> dict[int, str]:
     return found
 
 
-def _owners(model: ModelState, rank: int, world: int) -> dict[str, int]:
-    """Return who stores each parameter that is the same on several ranks; each of those comes to the same answer."""
+def _owners(model: ModelState, declared: Sequence[str], rank: int, world: int) -> dict[str, int]:
+    """Return who stores each tensor that is the same on several ranks; each of those comes to the same answer."""
     sizes: dict[tuple[int, ...], dict[str, int]] = {}
-    for name, parameter in model.params.items():
-        ranks = _holders(name, parameter, rank, tuple(range(world)) if name in model.replicated else (rank,))
+    everywhere = model.declared(declared)
+    buffers = {name: tensor for name, tensor in everywhere.items() if name in model.buffers}
+    for name, tensor in (*model.params.items(), *buffers.items()):
+        on_all = name in model.replicated or name in everywhere
+        ranks = _holders(name, tensor, rank, tuple(range(world)) if on_all else (rank,))
         if len(ranks) > 1:
-            local = local_of(parameter)
+            local = local_of(tensor)
             sizes.setdefault(ranks, {})[name] = local.numel() * local.dtype.itemsize
     return {name: owner for ranks, named in sizes.items() for name, owner in owners(named, ranks=ranks).items()}
 
@@ -337,7 +342,8 @@ def _model(model: ModelState, keeper: _Keeper, owner_of: dict[str, int], updater
     return {
         "params": params,
         "buffers": {
-            name: keeper.encoder().on_tensor(f"model.{name}", tensor) for name, tensor in model.buffers.items()
+            name: keeper.encoder(owner_of.get(name)).on_tensor(f"model.{name}", tensor)
+            for name, tensor in model.buffers.items()
         },
         "tied": model.tied,
         "extra_state": {

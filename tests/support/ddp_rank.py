@@ -25,8 +25,8 @@ SAVED_STEPS = 5
 ALL_STEPS = 8
 
 
-def _trainer(rank: int, seed: int = 1) -> Tiny:
-    trainer = tiny(seed, ddp=True)
+def _trainer(rank: int, seed: int = 1, *, wrapped: bool = True) -> Tiny:
+    trainer = tiny(seed, ddp=wrapped)
     torch.manual_seed(100 + rank)  # each rank has its own stream
     trainer.data.at = 4 * rank  # and its own place in the data
     return trainer
@@ -76,6 +76,21 @@ def _error(make: Callable[[], Checkpointer]) -> list[str]:
     return []
 
 
+def _not_the_same(rank: int, socket: str) -> list[str]:
+    """Train without DDP, so that each rank goes its own way, and say that all weights are the same."""
+    trainer = _trainer(rank, wrapped=False)
+    checkpointer = Checkpointer(job="j", socket=socket, replicated=["*.weight"], **trainer.named())
+    step = checkpointer.restore() + 1
+    trainer.step()
+    try:
+        checkpointer.end_step(step)
+    except HookError as error:
+        return [type(error).__name__, str(error), str(checkpointer.stats.snapshots)]
+    finally:
+        checkpointer.close("nothing")
+    return []
+
+
 def _warnings() -> list[str]:
     heard: list[str] = []
 
@@ -100,6 +115,7 @@ def main() -> None:
         "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=WORLD, timeout=timedelta(seconds=60)
     )
     found = {**_first_run(rank, socket), **_second_run(rank, socket)}
+    found["not the same"] = _not_the_same(rank, socket)
     named = tiny(ddp=True).named()
     odd = {"f": print} if rank == 1 else {"f": None}
     found["odd"] = _error(lambda: Checkpointer(job="j", socket=socket, extra=odd, **named))

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from tests.support.ddp_rank import SAVED_STEPS, WORLD
+from tests.support.ddp_rank import ALL_STEPS, SAVED_STEPS, WORLD
 from tests.support.fake_sidecar import FakeSidecar
 from tests.support.services import Process
 from tests.support.source import ROOT
@@ -92,3 +92,11 @@ def test_only_a_ddp_that_would_regroup_is_warned_of(outcome: Outcome) -> None:
         assert len(found["warnings"]) == 1
         assert "with 3 ranks" in found["warnings"][0]
         assert "find_unused_parameters=True" in found["warnings"][0]
+
+
+def test_what_is_said_to_be_replicated_and_is_not_is_refused_before_anything_is_saved(outcome: Outcome) -> None:
+    for found in outcome.ranks:
+        kind, text, snapshots = found["not the same"]
+        assert (kind, snapshots) == ("UsageError", "0")
+        assert "model.0.weight (unlike rank 0: 1)" in text
+        assert f"differs between ranks after step {ALL_STEPS + 1}" in text

@@ -84,8 +84,8 @@ def test_an_optimizer_of_another_model_is_refused() -> None:
 
 
 def test_the_largest_goes_first_to_the_rank_with_the_fewest_bytes() -> None:
-    sizes = {"a": 10, "b": 10, "c": 7, "d": 6, "e": 1}
-    assert owners(sizes, ranks=range(2)) == {"a": 0, "b": 1, "c": 0, "d": 1, "e": 1}
+    sizes = {"a": 100, "b": 100, "c": 70, "d": 60, "e": 17, "f": 16, "g": 1}
+    assert owners(sizes, ranks=range(2)) == {"a": 0, "b": 1, "c": 0, "d": 1, "e": 1, "f": 0, "g": 0}
 
 
 @given(st.dictionaries(st.text(max_size=3), st.integers(0, 1000), max_size=20), st.integers(1, 5), st.randoms())
