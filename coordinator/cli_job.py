@@ -1,0 +1,166 @@
+"""``ckpt job``: what holds for a whole job, and its end."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any
+
+import msgspec
+import typer
+
+from toprope.coordinator import spec, status
+from toprope.coordinator.cli_common import (
+    CoordinatorUrl,
+    DryRun,
+    TokenFile,
+    change_or_try,
+    changer_of,
+    objects_text,
+    outcome,
+)
+from toprope.coordinator.overview import Overview
+from toprope.store.changes import policy_change
+from toprope.store.checkpoint import read_capped
+from toprope.store.cli_shared import AsJson, JobOption, Root, only_job, print_json, put, say
+from toprope.store.errors import CorruptObjectError, MissingObjectError, UnavailableError, UsageError
+from toprope.store.manifest import sha256
+from toprope.store.names import facts_key
+from toprope.store.objects.opening import open_store, sweep_uploads
+from toprope.store.objects.protocol import ObjectStore
+from toprope.store.purging import check_unneeded, delete, keys_of, probes_of
+from toprope.store.records import Job
+from toprope.store.retention import parse_policy, plan_retention
+from toprope.store.show import read_state
+
+job_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Change what holds for a whole job.")
+
+_MAX_SPEC_BYTES = 64 * 1024 * 1024
+
+
+@job_app.command("retain")
+def job_retain(  # noqa: PLR0913 - one for each option
+    root: Root,
+    policy: Annotated[str, typer.Argument(metavar="POLICY", help="As last=3,every=1000; or all.", show_default=False)],
+    job: JobOption = None,
+    *,
+    dry_run: DryRun = False,
+    coordinator: CoordinatorUrl = "",
+    token_file: TokenFile = None,
+    as_json: AsJson = False,
+) -> None:
+    """Set the job's policy of retention, which its coordinator carries out after each new READY checkpoint.
+
+    last=N keeps the newest N, every=K the first checkpoint at or past each multiple of K steps; all keeps everything.
+    """
+    store = open_store(root)
+    state = read_state(store, only_job(store, root, job))
+    change = policy_change(state, policy)
+    changer = changer_of(store, url=coordinator, token_file=token_file)
+    changed = change_or_try(changer, state, change, purpose="retain", dry_run=dry_run)
+    retired = plan_retention(state, parse_policy(change.retain or "")).retired
+    if as_json:
+        plan = {"job": state.job, "retain": change.retain or "all", "would_retire": retired}
+        print_json({**plan, **outcome(changed, dry_run=dry_run)})
+        return
+    put(f"job {state.job} {'would retain' if dry_run else 'retains'} {change.retain or 'all'}")
+    if dry_run:
+        steps = ", ".join(str(verdict.step) for verdict in retired) or "nothing"
+        put(f"of what it has now, that retires {steps}")
+
+
+@job_app.command("purge")
+def job_purge(
+    root: Root,
+    job: Annotated[str, typer.Argument(metavar="JOB", help="The job that is to go.", show_default=False)],
+    *,
+    confirm: Annotated[str, typer.Option("--confirm", metavar="JOB", help="Its name once more.")] = "",
+    dry_run: DryRun = False,
+    coordinator: CoordinatorUrl = "",
+    as_json: AsJson = False,
+) -> None:
+    """Delete a job: every checkpoint, pinned ones too, and its log. Nothing of it can be had again.
+
+    End its coordinators and sidecars first: it refuses while a coordinator answers, which says what trainers live;
+    while a reader holds a checkpoint; and while another job starts from one and has none of its own. What an
+    interrupted purge left goes with the next one.
+    """
+    store = open_store(root)
+    state = read_state(store, job)
+    if not dry_run and confirm != job:
+        raise UsageError(f"this deletes all of job {job}: to do it, give --confirm {job}; --dry-run says what it is")
+    if url := coordinator or state.url:
+        _check_ended(url, job)
+    check_unneeded(store, state)
+    keys = (*keys_of(store, job), *probes_of(store))
+    if not dry_run:
+        swept = sweep_uploads(root, job)
+        delete(store, keys)
+        keys = (*keys, *swept)
+    steps = tuple(state.readies[seq].step for seq in state.live)
+    if as_json:
+        print_json({"job": job, "checkpoints": steps, "objects": len(keys), "done": not dry_run})
+        return
+    put(f"job {job}: {len(steps)} checkpoints, {objects_text(len(keys))} {'would be ' * dry_run}deleted")
+
+
+def _check_ended(url: str, job: str) -> None:
+    """Check that no coordinator of the job answers at a url.
+
+    Raises:
+        UsageError: one does; the message says which ranks live.
+    """
+    try:
+        view = status.fetch(url, job="", token="")
+    except UsageError as error:  # it wants a token, so it is one
+        raise UsageError(f"job {job}: a coordinator answers at {url}; end it first ({error})") from error
+    except UnavailableError:
+        return
+    found = msgspec.json.decode(view, type=Overview)
+    if found.job == job:
+        living = [f"rank {rank.rank} on node {rank.node}" for rank in found.ranks if rank.alive]
+        who = f", and {', '.join(living[:5])} live" if living else ""
+        raise UsageError(f"job {job}: its coordinator answers at {url}{who}; end them first. Nothing was deleted")
+
+
+@job_app.command("accept-spec")
+def job_accept_spec(
+    root: Root,
+    spec_sha256: Annotated[
+        str, typer.Argument(metavar="SPEC", help="The SHA-256 that the refusal named.", show_default=False)
+    ],
+    job: JobOption = None,
+    *,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print how the specs differ.")] = False,
+    coordinator: CoordinatorUrl = "",
+    token_file: TokenFile = None,
+) -> None:
+    """Accept another spec (names, dtypes and shapes of the state) as the job's, so that the next launch with it opens.
+
+    A launch with another spec than the job's is refused, and the refusal names it. Launches with the old one are
+    refused from then on.
+    """
+    store = open_store(root)
+    state = read_state(store, only_job(store, root, job))
+    if state.spec_sha256 is None:
+        raise UsageError(f"job {state.job}: no spec has been set yet; its first attempt sets it")
+    put(spec.diff(_spec(store, state.job, state.spec_sha256), _spec(store, state.job, spec_sha256)) or "no difference")
+    if dry_run:
+        return
+    change = Job(uid=state.job_uid, name=state.job, spec_sha256=spec_sha256, replaces=state.spec_sha256)
+    changer_of(store, url=coordinator, token_file=token_file).append(state, change, purpose="accept-spec")
+    say(f"job {state.job} has spec {spec_sha256[:12]} from now on")
+
+
+def _spec(store: ObjectStore, job: str, digest: str) -> Any:  # noqa: ANN401 - JSON
+    try:
+        body = read_capped(store, facts_key(job, digest), limit=_MAX_SPEC_BYTES)
+    except MissingObjectError:
+        raise UsageError(
+            f"job {job}: no launch was refused for a spec {digest[:80]}; give the whole name that the refusal shows"
+        ) from None
+    if sha256(body) != digest:
+        raise CorruptObjectError(f"{facts_key(job, digest)}: SHA-256 is {sha256(body)}")
+    found = json.loads(body)
+    if not isinstance(found, dict) or "model" not in found:
+        raise UsageError(f"job {job}: {digest[:12]} is no spec")
+    return found

@@ -1,0 +1,161 @@
+"""``ckpt job purge``, and changes that are only tried: what goes, what stands against it, and that no more goes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+from tests.coordinator.test_changes import ckpt, contents, reigning
+from tests.support.fake_store import FakeStore
+from tests.support.stores import JobBuilder, small_store
+
+from toprope.coordinator.basing import pinned_base
+from toprope.store.errors import UnavailableError
+from toprope.store.holds import holding
+from toprope.store.log import append, read_log
+from toprope.store.names import Key
+from toprope.store.objects.directory import DirectoryStore
+from toprope.store.purging import delete, keys_of
+from toprope.store.records import Elected, Job
+from toprope.store.verify import verify_checkpoint
+
+
+@pytest.fixture
+def two_jobs(tmp_path: Path) -> DirectoryStore:
+    """Return a store of the jobs ``job`` and ``other``, and what a probe left."""
+    store = DirectoryStore(tmp_path)
+    small_store(store)
+    small_store(store, name="other")
+    store.create(Key("probe/" + "0a" * 16), b"")
+    return store
+
+
+def of_job(root: Path, name: str) -> dict[str, bytes]:
+    return {key: body for key, body in contents(root).items() if key.startswith(f"{name}/")}
+
+
+def test_a_purged_job_is_gone_and_the_other_one_has_each_byte(
+    two_jobs: DirectoryStore, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kept = of_job(tmp_path, "other")
+    assert ckpt("pin", tmp_path, "job@10") == 0
+    assert ckpt("job", "purge", tmp_path, "job", "--confirm", "job") == 0
+    assert "job job: 2 checkpoints, " in capsys.readouterr().out
+    assert contents(tmp_path) == kept
+    assert ckpt("show", tmp_path, "--job", "job") == 64
+    small_store(two_jobs)
+    assert ckpt("verify", tmp_path, "--job", "job") == 0
+
+
+@pytest.mark.usefixtures("two_jobs")
+@pytest.mark.parametrize("words", [[], ["--confirm", "other"], ["--dry-run"]], ids=["bare", "misspelt", "tried"])
+def test_without_its_name_once_more_nothing_goes(
+    tmp_path: Path, words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = contents(tmp_path)
+    assert ckpt("job", "purge", tmp_path, "job", *words) == (0 if words == ["--dry-run"] else 64)
+    said = capsys.readouterr()
+    assert "would be deleted" in said.out or "give --confirm job" in said.err
+    assert contents(tmp_path) == before
+
+
+@pytest.mark.usefixtures("job_of_50")
+def test_it_refuses_while_a_coordinator_answers(tmp_path: Path) -> None:
+    async def purge() -> tuple[int, int]:
+        async with reigning(tmp_path) as live:
+            return await live.ckpt("job", "purge", tmp_path, "job", "--confirm", "job"), len(contents(tmp_path))
+
+    status, files = asyncio.run(purge())
+    assert status == 64
+    assert files == len(contents(tmp_path)) > 5
+
+
+@pytest.fixture
+def job_of_50(tmp_path: Path) -> JobBuilder:
+    return small_store(DirectoryStore(tmp_path), steps=(10, 20, 30, 40, 50))
+
+
+def test_it_refuses_while_a_reader_holds_a_checkpoint(two_jobs: DirectoryStore, tmp_path: Path) -> None:
+    with holding(two_jobs, read_log(two_jobs, "job"), 4):
+        assert ckpt("job", "purge", tmp_path, "job", "--confirm", "job") == 64
+    assert ckpt("job", "purge", tmp_path, "job", "--confirm", "job") == 0
+
+
+def test_it_refuses_while_another_job_has_nothing_but_this_one_to_start_from(
+    two_jobs: DirectoryStore, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = pinned_base(two_jobs, "new", at="job@10", take="all", token="", say=lambda _: None)
+    state = append(two_jobs, read_log(two_jobs, "new"), named, term=0, writer_id="c").state
+    state = append(two_jobs, state, lambda _: Elected(), term=0, writer_id="c").state
+    append(two_jobs, state, lambda _: Job(uid="0d" * 16, name="new", base=base), term=1, writer_id="c")
+    assert ckpt("job", "purge", tmp_path, "job", "--confirm", "job") == 64
+    assert "job new starts from its step 10" in capsys.readouterr().err
+    assert ckpt("job", "purge", tmp_path, "other", "--confirm", "other") == 0
+
+
+def named(_: object) -> Job:
+    return Job(uid="0d" * 16, name="new")
+
+
+def test_a_purge_that_is_cut_off_anywhere_leaves_a_job_that_can_be_purged(tmp_path: Path) -> None:
+    class Mortal(FakeStore):
+        left = 0
+
+        def delete(self, keys: Sequence[Key]) -> None:
+            for key in keys:
+                if not self.left:
+                    raise UnavailableError("cut off")
+                self.left -= 1
+                super().delete([key])
+
+    whole = FakeStore()
+    small_store(whole, steps=(10,))
+    facts = sum(key.startswith("job/facts/") for key in whole.objects)
+    for deletions in range(len(whole.objects)):
+        store = Mortal()
+        store.objects = dict(whole.objects)
+        store.left = deletions
+        with pytest.raises(UnavailableError):
+            delete(store, keys_of(store, "job"))
+        state = read_log(store, "job")  # the log is a log of its own as long as there is one
+        for seq in state.live:
+            assert bool(verify_checkpoint(store, state, seq).damages) == (deletions > facts), "what is gone is named"
+        store.left = 1000
+        delete(store, keys_of(store, "job"))
+        assert store.objects == {}
+
+
+TRIED: dict[str, Callable[[Path], list[object]]] = {
+    "pin": lambda root: ["pin", root, "job@10"],
+    "unpin": lambda root: ["unpin", root, "job@20"],
+    "taint": lambda root: ["taint", root, "job@20..", "--reason", "nan"],
+    "retain": lambda root: ["job", "retain", root, "last=1", "--job", "job"],
+}
+
+
+@pytest.mark.usefixtures("two_jobs")
+@pytest.mark.parametrize("word", TRIED)
+def test_a_change_that_is_only_tried_says_what_it_would_be_and_changes_nothing(
+    tmp_path: Path, word: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert ckpt("pin", tmp_path, "job@20") == 0
+    before = contents(tmp_path)
+    capsys.readouterr()
+    assert ckpt(*TRIED[word](tmp_path), "--dry-run") == 0
+    assert "would" in capsys.readouterr().out
+    assert ckpt(*TRIED[word](tmp_path), "--dry-run", "--json") == 0
+    tried = json.loads(capsys.readouterr().out)
+    assert contents(tmp_path) == before
+    assert ckpt(*TRIED[word](tmp_path), "--json") == 0
+    made = json.loads(capsys.readouterr().out)
+    assert (tried.pop("done"), made.pop("done")) == (False, True)
+    assert tried == made
+    assert contents(tmp_path) != before
+
+
+@pytest.mark.usefixtures("two_jobs")
+def test_a_change_that_may_not_be_made_is_refused_when_it_is_only_tried(tmp_path: Path) -> None:
+    assert ckpt("pin", tmp_path, "job@11", "--dry-run") == 3
