@@ -12,7 +12,7 @@ from typing import Literal, assert_never
 
 import msgspec
 
-from toprope.coordinator import opening, phases, placement, protection
+from toprope.coordinator import leaving, opening, phases, placement, protection
 from toprope.coordinator.commits import Commits
 from toprope.coordinator.effects import Answer, Append, Effect, Prepare, Probe, Publish, Say, Tidy
 from toprope.coordinator.events import (
@@ -95,6 +95,7 @@ class Core:
         self._opening: _Opening | None = None
         self._keep: tuple[Kept, ...] = ()
         self._holders: dict[str, str] = {}
+        self._extra_step = 0
         self.commits = self._new_commits()
         self._probing: set[str] = set()
         self._seen: tuple[int, int] = (0, 0)
@@ -185,6 +186,9 @@ class Core:
         if not self._keep and seen.term < self.term:
             self._keep = seen.keep
             self._holders = {place.owner: place.holder for place in seen.placement}
+        attempt = self.log_view.state.attempt
+        if seen.attempt is not None and attempt is not None and seen.attempt.uid == attempt.uid:
+            self._extra_step = self._extra_step or seen.extra_step
         return [Publish(desired=self.desired)] if self.desired is not None else []
 
     def _tick(self, now_s: float) -> list[Effect]:
@@ -223,6 +227,7 @@ class Core:
         self.progress = phases.Progress(phase="opened")
         self._phase_since_s = now_s
         self.protected_at_s = now_s
+        self._extra_step = 0
         self.commits = self._new_commits()
         for node in self.roll.all():
             self.commits.collect(node.inventory)
@@ -353,6 +358,7 @@ class Core:
     def _steer_desired(self, now_s: float) -> list[Effect]:
         effects, places = self._steer_placement()
         keep, protected_step = self._steer_keep(now_s)
+        effects += self._steer_extra()
         wanted = Desired(
             job=self.settings.job,
             job_uid=self.log_view.state.job_uid,
@@ -369,6 +375,7 @@ class Core:
             ),
             protected_step=protected_step,
             ready_step=self.log_view.ready_step,
+            extra_step=self._extra_step,
             refused=dict(sorted(self.roll.refused.items())),
         )
         version = self.desired.version if self.desired is not None else 0
@@ -433,6 +440,16 @@ class Core:
             can_protect=can_protect,
         )
         return self._keep, safety.protected_step
+
+    def _steer_extra(self) -> list[Effect]:
+        attempt = self.log_view.state.attempt
+        if attempt is None:
+            return []
+        step = leaving.extra_step(self.roll.all(), attempt_uid=attempt.uid, before=self._extra_step)
+        if step == self._extra_step:
+            return []
+        self._extra_step = step
+        return self._say("info", "leaving", f"ranks are about to be ended: all save step {step} and end there")
 
     def _dropped(self) -> tuple[Kept, ...]:
         """Return the steps of the current attempt that no one need keep waiting for."""

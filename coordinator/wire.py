@@ -47,10 +47,17 @@ class RankVerdict(_Document, frozen=True, kw_only=True):
     misfit: bool = False
 
 
+class StepAsk(_Document, frozen=True, kw_only=True):
+    """A rank is about to end. It has ended step ``after``; all should save the later ``step`` and end there."""
+
+    after: int
+    step: int
+
+
 class RankState(_Document, frozen=True, kw_only=True):
     """A rank that this node serves. ``lock_held``: its process lives and may write into its slots.
 
-    ``state_bytes`` is the size that it announced (0: none yet).
+    ``state_bytes`` is the size that it announced (0: none yet). ``ask`` is about the attempt ``attempt_uid``.
     """
 
     rank: int
@@ -61,6 +68,7 @@ class RankState(_Document, frozen=True, kw_only=True):
     lock_held: bool
     state_bytes: int = 0
     verdict: RankVerdict | None = None
+    ask: StepAsk | None = None
 
 
 class Copy(_Document, frozen=True, kw_only=True):
@@ -249,6 +257,8 @@ class Desired(_Document, frozen=True, kw_only=True):
     ready_step: int = 0
     refused: dict[str, str] = {}
     """Nodes whose sidecar is not wanted, by incarnation, each with the reason."""
+    extra_step: int = 0
+    """A step of the current attempt that all ranks save, due or not, and after which they end; 0: none."""
 
 
 class OpenRequest(_Document, frozen=True, kw_only=True):

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias, assert_never
 
-from toprope.coordinator.wire import AttemptView, Desired, Member, OpenRequest, RankVerdict, Skip
+from toprope.coordinator.wire import AttemptView, Desired, Member, OpenRequest, RankVerdict, Skip, StepAsk
 from toprope.sidecar import effects as do
 from toprope.sidecar import events as on
 from toprope.sidecar.effects import Effect
@@ -15,7 +15,9 @@ from toprope.sidecar.values import Identity
 from toprope.trainer_hooks import wire
 
 LAUNCH_ID_CHARS_MAX = 64
-FromTrainer: TypeAlias = wire.Open | wire.Join | wire.Verdict | wire.Size | wire.Sealed | wire.Skipped | wire.Bye
+FromTrainer: TypeAlias = (
+    wire.Open | wire.Join | wire.Verdict | wire.Size | wire.Sealed | wire.Skipped | wire.Ask | wire.Bye
+)
 """What a trainer may say once it has said HELLO."""
 MISSES = 3
 """An attempt is named before it is answered; so many times not named, asked at intervals, it has been replaced."""
@@ -52,13 +54,14 @@ class Trainer:
 
 @dataclass(slots=True)
 class RankNotes:
-    """What is remembered of a rank between its frames."""
+    """What is remembered of a rank between its frames. ``ask`` is about its attempt."""
 
     world: int = 0
     launch_id: str = ""
     attempt_uid: str = ""
     step: int = 0
     verdict: RankVerdict | None = None
+    ask: StepAsk | None = None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -112,7 +115,9 @@ class Conversation:
         welcome = do.Send(connection=connection, frame=wire.Welcome(node=self.me.node, boot_id=self.me.boot_id))
         return [welcome, do.LookAtSlots(rank=frame.rank)]
 
-    def _on_trainer_frame(self, trainer: Trainer, frame: FromTrainer, slots: SlotBook) -> list[Effect]:
+    def _on_trainer_frame(  # noqa: C901 - one case for each kind of frame
+        self, trainer: Trainer, frame: FromTrainer, slots: SlotBook
+    ) -> list[Effect]:
         notes = self.notes[trainer.rank]
         match frame:
             case wire.Open():
@@ -133,6 +138,8 @@ class Conversation:
                 slots.skip(
                     Skip(attempt_uid=frame.attempt_uid, step=frame.step, rank=trainer.rank, reason=frame.reason[:200])
                 )
+            case wire.Ask():
+                self._on_ask(trainer, frame, slots)
             case wire.Bye():
                 return [do.Hangup(connection=trainer.connection)]
             case _:
@@ -157,7 +164,16 @@ class Conversation:
         trainer.ask, trainer.wants = frame.ask, frame.wants
         trainer.told.clear()
         if notes.attempt_uid != frame.attempt_uid:
-            notes.attempt_uid, notes.step, notes.verdict = frame.attempt_uid, 0, None
+            notes.attempt_uid, notes.step, notes.verdict, notes.ask = frame.attempt_uid, 0, None, None
+
+    def _on_ask(self, trainer: Trainer, frame: wire.Ask, slots: SlotBook) -> None:
+        notes = self.notes[trainer.rank]
+        if frame.attempt_uid != notes.attempt_uid or not 0 <= frame.after <= frame.step:
+            return
+        if frame.step > frame.after:
+            notes.ask = StepAsk(after=frame.after, step=frame.step)
+        else:
+            slots.ask(trainer.rank, frame.attempt_uid, frame.step)
 
     def on_closed(self, event: on.ConnectionClosed) -> list[Effect]:
         """Forget a trainer whose connection is gone."""

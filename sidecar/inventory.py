@@ -56,6 +56,7 @@ class Books:
             lock_held=holder is not None,
             state_bytes=self.slots.wanted_bytes.get(rank, 0),
             verdict=self.restore.verdict(notes.attempt_uid) or notes.verdict,
+            ask=notes.ask,
         )
 
     def inventory(self, desired: Desired, *, read_backs: tuple[ReadBack, ...], reading: bool) -> Inventory:

@@ -188,6 +188,7 @@ def _desired_frame(trainer: Trainer, desired: Desired, attempt: AttemptView) -> 
         schedule=_schedule(desired),
         protected_step=desired.protected_step,
         ready_step=desired.ready_step,
+        extra_step=desired.extra_step,
     )
     if frame == trainer.last_desired:
         return []

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from toprope.coordinator.wire import Skip
 from toprope.sidecar.effects import Effect, EmptySlot, GrantSlot, HashSlot, MakeSlots, RemoveSlots
@@ -83,6 +83,8 @@ class SlotBook:
     making: set[int] = field(default_factory=set)
     retry_at_s: dict[int, float] = field(default_factory=dict)
     skipped: list[Skip] = field(default_factory=list)
+    asked: dict[int, tuple[str, int]] = field(default_factory=dict)
+    """By rank the sealed step that its trainer wants in each tier."""
 
     def of_rank(self, rank: int) -> list[SlotRecord]:
         """Return the slots of a rank, in order."""
@@ -190,8 +192,17 @@ class SlotBook:
         """Take in that a slot now holds a verified shard."""
         record = self._current(event.shard.rank, event.slot, event.seq)
         if record is not None:
-            record.phase, record.shard, record.hashed_at_s = Phase.HASHED, event.shard, now_s
+            record.phase, record.shard, record.hashed_at_s = Phase.HASHED, self._wanted(event.shard), now_s
             record.world = event.shard.world
+
+    def ask(self, rank: int, attempt_uid: str, step: int) -> None:
+        """Let a sealed step of a rank go to each tier, due or not."""
+        self.asked[rank] = (attempt_uid, step)
+        for record in self.of_rank(rank):
+            record.shard = self._wanted(record.shard) if record.shard is not None else None
+
+    def _wanted(self, shard: Shard) -> Shard:
+        return replace(shard, asked=True) if self.asked.get(shard.rank) == shard.of_step else shard
 
     def on_dropped(self, event: SlotDropped) -> list[Effect]:
         """Drop a slot whose content is not what it should be. It is lent again once nothing reads it any more."""

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from toprope.trainer_hooks.elastic import ElasticSampler
     from toprope.trainer_hooks.errors import (
         HookError,
+        PreemptedError,
         RestoreError,
         SidecarUnavailableError,
         SpecMismatchError,
@@ -29,6 +30,7 @@ __all__ = [
     "Checkpointer",
     "ElasticSampler",
     "HookError",
+    "PreemptedError",
     "RestoreError",
     "SidecarUnavailableError",
     "SpecMismatchError",

@@ -15,10 +15,11 @@ from torch import nn
 
 from toprope.trainer_hooks import warmup, wire
 from toprope.trainer_hooks.elastic import sampler_of
-from toprope.trainer_hooks.ending import Closed, Level, level_of, reaches, versions
+from toprope.trainer_hooks.ending import Closed, Level, Traces, level_of, reaches, traces
 from toprope.trainer_hooks.entering import Entry, located
 from toprope.trainer_hooks.errors import SidecarUnavailableError, UsageError
 from toprope.trainer_hooks.launch import own_launch_id, this_world
+from toprope.trainer_hooks.leaving import Leaving, must_be_main_thread
 from toprope.trainer_hooks.modules import model_state
 from toprope.trainer_hooks.names import joined, names_of, of_all, union
 from toprope.trainer_hooks.relaxing import Allowed, Report
@@ -42,6 +43,7 @@ class Settings:
     sidecar_timeout_s: float = 60.0
     fresh_ok: bool = False
     lazy: bool = True
+    on_sigterm: bool = False
 
 
 class Checkpointer:
@@ -68,6 +70,9 @@ class Checkpointer:
     ``replicated`` has patterns (as of ``fnmatch``) of names of plain parameters and buffers that all ranks have with
     the same values though no DDP wraps them: they are stored once, split among the ranks. At the end of the first step
     after ``restore()`` the ranks compare digests of them, before anything is saved; at later steps they do not.
+
+    ``on_sigterm`` takes SIGTERM, from the end of ``restore()`` to ``close()``, for the notice that ``preempt()`` gives.
+    ``grace_s`` is how long this process may live on after a notice.
     """
 
     def __init__(  # noqa: PLR0913 - the parts of a trainer, all by keyword
@@ -90,12 +95,16 @@ class Checkpointer:
         allow_pickle: bool = False,
         replicated: Sequence[str] = (),
         lazy: bool = True,
+        on_sigterm: bool = False,
+        grace_s: float = 20.0,
     ) -> None:
         """Check what can be checked before training.
 
         Raises:
-            UsageError: the job's name or a part can't be used.
+            UsageError: the job's name or a part can't be used, or a signal can't be handled here.
         """
+        if on_sigterm:
+            must_be_main_thread()
         self._job = usable_job(job)
         self._sampler = sampler_of(dataloader)
         data: Any = dataloader  # one that has no state is refused below
@@ -116,14 +125,16 @@ class Checkpointer:
             sidecar_timeout_s=sidecar_timeout_s,
             fresh_ok=fresh_ok,
             lazy=lazy,
+            on_sigterm=on_sigterm,
         )
+        self._leaving = Leaving(grace_s=grace_s, level=self._level)
         self._world = this_world()
         self._session: Session | None = None
         self._saver: Saver | None = None
         self._restored = False
         self._next_step = self._first_step = 0
         self._stats = Stats()
-        self._versions: list[tuple[str, int]] = []
+        self._traces: Traces = []
         """Of the model at the end of the last step that was skipped."""
         self._sources: tuple[wire.StagedShard, ...] = ()
         self._report = Report()
@@ -195,6 +206,9 @@ class Checkpointer:
     def _begin(self, step: int) -> int:
         self._restored = True
         self._next_step = self._first_step = step + 1
+        self._leaving.begin(step, self._saver)
+        if self._settings.on_sigterm:
+            self._leaving.listen()
         return step
 
     def _members(self, launch_id: str) -> tuple[wire.Member, ...] | None:
@@ -225,13 +239,16 @@ class Checkpointer:
             self._session.start()
         return self._session
 
-    def end_step(self, step: int, loss: object = None) -> None:  # noqa: ARG002 - for the trainer's progress, not shown yet
+    def end_step(self, step: int, loss: object = None, *, last: bool = False) -> None:  # noqa: ARG002 - loss: for the trainer's progress, not shown yet
         """Say that ``step`` optimizer updates are done; a snapshot is taken if the step is due.
+
+        ``last``: it is the last of all, and so due in each tier. Say so on all ranks.
 
         Raises:
             UsageError: ``restore()`` was not called, the step is not the one after the last, or what was said to be
                 ``replicated`` is not.
             SupersededError: a later attempt was opened: this process must end.
+            PreemptedError: a rank was told that it will be ended: all end here, as saved as the message says.
             HookError: a snapshot was skipped, with ``strict``.
         """
         if step != self._next_step:
@@ -245,9 +262,18 @@ class Checkpointer:
         if self._saver is not None:
             if step == self._first_step:
                 check_equal(self._world, self._parts, step)
-            self._saver.end_step(step)
+            self._saver.end_step(step, last=last)
             if self._saver.skipped_step == step:
-                self._versions = versions(self._parts)
+                self._traces = traces(self._parts)
+        self._leaving.end_step(step)
+
+    def preempt(self) -> None:
+        """Give notice that this process will be ended soon, as a cloud announces it; on any thread, on any rank.
+
+        Training goes on for about two seconds to a step that all ranks save, due or not; there ``end_step()`` raises
+        ``PreemptedError`` on all of them, once that step is protected or stored, or their ``grace_s`` is over.
+        """
+        self._leaving.notice()
 
     def _wrong_step(self, step: int) -> str:
         if not self._restored:
@@ -262,15 +288,29 @@ class Checkpointer:
 
         ``memory``: hashed in this node's memory; ``protected``: in a peer's too; ``ready``: in the object store. If the
         last step was due and skipped, for want of a free slot for instance, its snapshot is taken now; call it before
-        you change the model.
+        you change the model. To get more than a step of the cadence into the object store, say ``end_step(last=True)``.
+
+        Raises:
+            HookError: the last snapshot came to nothing, with ``strict``. The connection is ended all the same.
         """
+        try:
+            return self._awaited(wait_for, time.monotonic() + timeout_s)
+        finally:
+            self._leaving.close()
+            if self._session is not None:
+                self._session.close(timeout_s=5.0)
+            self._session, self._saver = None, None
+
+    def _awaited(self, wait_for: Level, end: float) -> Closed:
+        """Wait until the last snapshot is as safe as asked for, or time is up."""
         if self._session is None:
             return Closed(asked=wait_for, saving=False)
-        end = time.monotonic() + timeout_s
         if wait_for != "nothing":
             self._retake(end)
         if self._saver is not None:
             self._saver.finish(max(0.0, end - time.monotonic()))
+            if wait_for == "ready":
+                self._saver.ask_for_last(self._next_step - 1)
         while not reaches(self._level(), wait_for) and self._stats.snapshot_step and time.monotonic() < end:
             time.sleep(_POLL_S)
         missed = self._missed()
@@ -282,8 +322,6 @@ class Checkpointer:
             saving=self._saver is not None,
         )
         logger.log(logging.INFO if closed else logging.WARNING, "%s; asked for: %s", closed, wait_for)
-        self._session.close(timeout_s=5.0)
-        self._session, self._saver = None, None
         return closed
 
     def _missed(self) -> int:
@@ -295,7 +333,7 @@ class Checkpointer:
         """Take the snapshot of the last step, if that was skipped and the state is still the same."""
         if self._saver is None or not self._missed():
             return
-        if versions(self._parts) != self._versions:
+        if traces(self._parts) != self._traces:
             logger.warning("the model was changed after step %d, which is not saved for that", self._missed())
             return
         while not self._saver.retake(self._missed()) and time.monotonic() < end:

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
+import torch
+
 from toprope.trainer_hooks import wire
 from toprope.trainer_hooks.modules import model_state
 from toprope.trainer_hooks.spread import local_of
@@ -58,8 +60,31 @@ def level_of(desired: wire.Desired | None, step: int, *, is_hashed: Callable[[],
     return "memory" if is_hashed() else "nothing"
 
 
-def versions(parts: Parts) -> list[tuple[str, int]]:
-    """Return torch's own counts of changes to the model; others than at the end of a step: it was changed since."""
+Traces: TypeAlias = list[tuple[str, int, bytes]]
+"""By name of a parameter or buffer: torch's count of changes, and a sample of its bytes."""
+_SAMPLED_TENSORS = 64
+_SAMPLED_ELEMENTS = 16
+
+
+def traces(parts: Parts) -> Traces:
+    """Return what shows an update of the model, cheaply: others than at the end of a step, and it was changed since.
+
+    Fused and ``foreach`` updates don't move torch's counts; so of some tensors a few elements are compared, too.
+    """
     found = model_state(parts.models(), world=1)
-    local = [(name, local_of(tensor)) for name, tensor in (*found.params.items(), *found.buffers.items())]
-    return [(name, 0 if tensor.is_inference() else tensor._version) for name, tensor in local]  # noqa: SLF001 - as autograd does
+    local = [(name, local_of(tensor).detach()) for name, tensor in (*found.params.items(), *found.buffers.items())]
+    every = max(1, -(-len(local) // _SAMPLED_TENSORS))
+    return [
+        (name, 0 if tensor.is_inference() else tensor._version, _sample(tensor) if at % every == 0 else b"")  # noqa: SLF001 - as autograd does
+        for at, (name, tensor) in enumerate(local)
+    ]
+
+
+def _sample(tensor: torch.Tensor) -> bytes:
+    """Return the bytes of a few elements, spread evenly; none of a tensor that is not laid out plainly."""
+    odd = tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta or tensor.is_conj()
+    if odd or tensor.is_neg() or not tensor.is_contiguous() or not tensor.numel():
+        return b""
+    flat = tensor.view(-1).view(torch.uint8).view(-1, tensor.dtype.itemsize)
+    few = flat[:: -(-flat.shape[0] // _SAMPLED_ELEMENTS)]
+    return bytes(few.contiguous().cpu().flatten().tolist())

@@ -10,7 +10,8 @@
     │   └── UnsupportedLeafError        a value that can't be kept exactly, by its name
     ├── SidecarUnavailableError      1: restore() found no sidecar, or it went away
     ├── RestoreError                 1: nothing could be restored, or restoring failed half way
-    └── SupersededError              1: a later attempt was opened; this process must end
+    ├── SupersededError              1: a later attempt was opened; this process must end
+    └── PreemptedError             143: this process was to be ended, and ends at a step that all ranks have saved
 """
 
 from __future__ import annotations
@@ -64,6 +65,15 @@ class RestoreError(HookError):
 
 class SupersededError(HookError):
     """A later attempt of the job was opened: this process saves nothing more and must end."""
+
+
+class PreemptedError(HookError):
+    """A rank was told that it will be ended: all end here, after the step that the message names.
+
+    The status is that of a process that SIGTERM has ended.
+    """
+
+    exit_status: ClassVar[int] = 143
 
 
 @contextlib.contextmanager

@@ -66,6 +66,7 @@ class Lazy:
         self._copier = copier
         self._turn = 0
         self._trouble = ""
+        self._abandoned = False
         self._ended = threading.Event()
         self._ended.set()
         self._trust = {section: _Trust(optimizer) for section, optimizer in optimizers.items()}
@@ -128,6 +129,10 @@ class Lazy:
         self._ended.clear()
         self._copier.start(lambda: self._copy(parts, then))
 
+    def abandon(self) -> None:
+        """Let the copy that is being made come to nothing: from now on the state may change under it."""
+        self._abandoned = True
+
     def close(self) -> None:
         """Take the fences away. To be called when no copy is being made."""
         for take_away in self._take_away:
@@ -139,7 +144,7 @@ class Lazy:
         try:
             sound = all([_copied(part) for part in parts])  # noqa: C419 - each part, also after one that is not sound
             self._trouble = "" if sound else "the state was changed while it was copied, by other than its optimizer"
-            if sound:
+            if sound and not self._abandoned:
                 then()
         except (RuntimeError, OSError) as error:
             self._trouble = f"the copy failed: {error}"

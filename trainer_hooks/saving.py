@@ -61,6 +61,10 @@ class Saver:
         self._capture = capture
         self._strict = strict
         self._schedule = attempt.schedule
+        self.extra_step = 0
+        """A step that all ranks save, due or not, and end at, as this rank has heard; 0: none."""
+        self._last_step = 0
+        """The last of all, as the trainer has said; 0: it has not."""
         self._plan: Plan | None = None
         self._announced_bytes = 0
         self._trouble = ""
@@ -73,32 +77,73 @@ class Saver:
         self._begun: tuple[Grant, int, int] | None = None
         """The snapshot that was not sealed by the end of its step: slot, step, and length of its image."""
 
-    def end_step(self, step: int) -> None:
-        """Take a snapshot if the step is due.
+    def end_step(self, step: int, *, last: bool = False) -> None:
+        """Take a snapshot if the step is due; the last of all is.
 
         Raises:
             SupersededError: a later attempt was opened.
             HookError: a snapshot was skipped, and ``strict`` asks for an error.
+        """
+        self.heed(step)
+        if self._announced_bytes == 0:
+            self._announce()
+        if last:
+            self._last_step = step
+        if self._schedule.due(step) or self._is_asked(step):
+            self._save(step)
+
+    def _is_asked(self, step: int) -> bool:
+        """Say whether a step is due in each tier, whatever the cadence."""
+        return step in {self.extra_step, self._last_step}
+
+    def heed(self, step: int) -> None:
+        """Take in, at the end of a step, what came of the snapshot before it and what the coordinator wants by now.
+
+        Raises:
+            SupersededError: a later attempt was opened.
+            HookError: the snapshot before is void, and ``strict`` asks for an error.
         """
         self._settle()
         if self._session.superseded:
             raise SupersededError(self._session.superseded)
         desired = self._session.desired
         if desired is not None:
-            self._heed(desired, step)
-        if self._announced_bytes == 0:
-            self._announce()
-        if self._schedule.due(step):
-            self._save(step)
+            self._follow(desired, step)
 
-    def _heed(self, desired: wire.Desired, step: int) -> None:
+    def _follow(self, desired: wire.Desired, step: int) -> None:
         if desired.attempt > self._attempt.number:
             raise SupersededError(
                 f"attempt {desired.attempt} of the job was opened after this one, number {self._attempt.number}: "
                 "this process saves nothing more and must end"
             )
-        if desired.attempt_uid == self._attempt.uid and step > desired.schedule.from_step:
+        if desired.attempt_uid != self._attempt.uid:
+            return
+        if step > desired.schedule.from_step:
             self._schedule = desired.schedule
+        self.extra_step = desired.extra_step
+
+    def hear_extra(self, then: Callable[[], None]) -> None:
+        """Call ``then`` on the background thread whenever the coordinator may have named another step."""
+        self._session.on_desired = then
+
+    def named_step(self) -> int:
+        """Return the step that the coordinator has named by now for all ranks to save and end at; 0: none."""
+        desired = self._session.desired
+        return desired.extra_step if desired is not None and desired.attempt_uid == self._attempt.uid else 0
+
+    def pass_over(self, step: int) -> None:
+        """Count and tell that this rank had ended that step before it heard that it was to be saved. On any thread."""
+        self.stats.skipped["heard too late"] += 1
+        self._session.skipped(wire.Skipped(attempt_uid=self._attempt.uid, step=step, reason="heard too late"))
+
+    def ask(self, *, after: int, step: int) -> None:
+        """Ask that a step go to each tier; see ``wire.Ask``. May be called by a signal's handler."""
+        self._session.ask(wire.Ask(attempt_uid=self._attempt.uid, after=after, step=step))
+
+    def ask_for_last(self, step: int) -> None:
+        """Ask that the last step go to each tier, if there is a snapshot of it."""
+        if step and self.stats.snapshot_step == step:
+            self.ask(after=step, step=step)
 
     def _announce(self) -> None:
         """Tell the sidecar how large an image is, once the first update has made the optimizer's state."""
@@ -145,9 +190,10 @@ class Saver:
         return self._plan
 
     def _fill(self, grant: Grant, step: int, plan: Plan, snapshot: Snapshot) -> None:
-        later = self._lazy.later(snapshot)
+        asked = self._is_asked(step)
+        later = frozenset() if asked else self._lazy.later(snapshot)
         try:
-            page = self._sealer.begin(grant, step)
+            page = self._sealer.begin(grant, step, asked=asked)
             written = write_image(
                 grant.target,
                 plan,
@@ -192,8 +238,14 @@ class Saver:
         self._give_up(grant, step, written, "void", trouble)
 
     def finish(self, timeout_s: float) -> bool:
-        """Wait until the last snapshot is copied, and stop copying; return False when time is up."""
+        """Wait until the last snapshot is copied, and stop copying.
+
+        When time is up that snapshot is given up, since its state may change from now on, and False is returned.
+        """
         if not self._lazy.wait(timeout_s):
+            self._lazy.abandon()  # or it would be sealed whatever becomes of the state that it is copied from
+            step = self._begun[1] if self._begun is not None else 0
+            self._skip(step, "copied too late", f"it was not copied within {timeout_s:.1f} s, and is given up")
             return False
         self._settle()
         self._lazy.close()

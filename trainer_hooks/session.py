@@ -12,7 +12,7 @@ import re
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -62,12 +62,15 @@ class Session:
         self.desired: wire.Desired | None = None
         self.trouble = "not connected yet"
         self.superseded = ""
+        self.on_desired: Callable[[], None] = lambda: None
+        """Called on the background thread after each DESIRED."""
         self._path = path
         self._hello = hello
         self._open: wire.Open | None = None
         self._join: wire.Join | None = None
         self._verdict: wire.Verdict | None = None
         self._size: wire.Size | None = None
+        self._ask: wire.Ask | None = None
         self._heard: deque[wire.Attempt | wire.Staged | wire.Go | wire.Error] = deque(maxlen=MAX_HEARD)
         self._news = threading.Condition()
         self._channel = Channel(path, self)
@@ -105,7 +108,7 @@ class Session:
             wire.WireError: the list is too long to be sent.
         """
         wire.encode(join)
-        self._open, self._verdict, self.superseded = None, None, ""
+        self._open, self._verdict, self._ask, self.superseded = None, None, None, ""
         self._join = join
         self._channel.send(join)
 
@@ -127,6 +130,11 @@ class Session:
     def skipped(self, skipped: wire.Skipped) -> None:
         """Say that a due step was skipped."""
         self._channel.send(skipped)
+
+    def ask(self, ask: wire.Ask) -> None:
+        """Ask that a step go to each tier. May be called by a signal's handler: it takes no lock."""
+        self._ask = ask
+        self._channel.send(ask)
 
     # What the training thread waits for, before it trains.
 
@@ -171,7 +179,7 @@ class Session:
 
     def greeting(self) -> Sequence[wire.FromHook]:
         """Return what a new connection is told first."""
-        said = (self._hello, self._open, self._join, self._verdict, self._size, *self.slots.unconfirmed())
+        said = (self._hello, self._open, self._join, self._verdict, self._size, *self.slots.unconfirmed(), self._ask)
         return [frame for frame in said if frame is not None]
 
     def heard(self, frame: wire.FromSidecar) -> None:
@@ -181,6 +189,7 @@ class Session:
                 self._lend(frame)
             case wire.Desired():
                 self.desired = frame
+                self.on_desired()
             case wire.Welcome():
                 self.welcome = frame
             case wire.Error(code="superseded"):

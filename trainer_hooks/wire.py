@@ -21,13 +21,16 @@ One conversation::
     hook     SIZE                                    at the first end_step: bytes of one image
     sidecar  SLOT*                                   slots lent to the hook, one frame each
     hook     SEALED | SKIPPED                        one for each due step
+    hook     ASK                                     at any time: this process is about to end, or wants its last step
+                                                     in each tier
     sidecar  DESIRED                                 whenever attempt, schedule, or what is safe has changed
     hook     BYE
 
 A connection that ends is made again, and begins with all that the sidecar must know: HELLO, then as far as they have
-been said OPEN (while it is unanswered) or the newest JOIN and VERDICT, SIZE, and SEALED of each slot that has not been
-lent again since. All of these may be heard twice. A launch that restores again in the same process asks with the next
-``round``; only a source whose attempt failed before all had applied it is struck off by that.
+been said OPEN (while it is unanswered) or the newest JOIN and VERDICT, SIZE, SEALED of each slot that has not been lent
+again since, and the newest ASK of this attempt. All of these may be heard twice. A launch that restores again in the
+same process asks with the next ``round``; only a source whose attempt failed before all had applied it is struck off by
+that.
 """
 
 from __future__ import annotations
@@ -176,6 +179,20 @@ class Skipped:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Ask:
+    """Hook: asks that a step go to each tier, due or not. ``after`` is the last step that this rank has ended.
+
+    A later ``step``: this process is about to end, all ranks are to save that step and end there, too. ``after``
+    itself: it is sealed already, and this rank's shard of it is meant; each rank asks for its own.
+    """
+
+    kind: ClassVar[str] = "ASK"
+    attempt_uid: str
+    after: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Bye:
     """Hook: the trainer is done with this job; what is sealed stays and is carried on."""
 
@@ -252,7 +269,10 @@ class Slot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Desired:
-    """Sidecar: the job as the coordinator wants it now, and what it knows to be safe (0: nothing yet)."""
+    """Sidecar: the job as the coordinator wants it now, and what it knows to be safe (0: nothing yet).
+
+    ``extra_step``: all ranks save this step, due or not, and end there; 0: none.
+    """
 
     kind: ClassVar[str] = "DESIRED"
     attempt: int
@@ -260,6 +280,7 @@ class Desired:
     schedule: Schedule
     protected_step: int
     ready_step: int
+    extra_step: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -282,14 +303,14 @@ ERROR_CODES = frozenset(
     }
 )
 
-FromHook: TypeAlias = Hello | Open | Join | Verdict | Size | Sealed | Skipped | Bye
+FromHook: TypeAlias = Hello | Open | Join | Verdict | Size | Sealed | Skipped | Ask | Bye
 FromSidecar: TypeAlias = Welcome | Attempt | Staged | Go | Slot | Desired | Error
 Frame: TypeAlias = FromHook | FromSidecar
 
 _FRAMES: dict[str, type[Any]] = {
     frame.kind: frame
     for frame in (
-        *(Hello, Open, Join, Verdict, Size, Sealed, Skipped, Bye),
+        *(Hello, Open, Join, Verdict, Size, Sealed, Skipped, Ask, Bye),
         *(Welcome, Attempt, Staged, Go, Slot, Desired, Error),
     )
 }

@@ -54,6 +54,7 @@ def options_from(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--step-delay", type=float, default=0.0, help="seconds to sleep in each step")
     parser.add_argument("--timeout", type=float, default=30.0, help="seconds after which a lost rank is an error")
+    parser.add_argument("--on-sigterm", action="store_true", help="end after SIGTERM at a step that all ranks save")
     parser.add_argument("--no-hooks", action="store_true", help="train without Toprope")
     return parser.parse_args(arguments)
 
@@ -146,6 +147,7 @@ def train(options: argparse.Namespace, journal: Journal, *, rank: int, world: in
             optimizer=trainer.optimizer,
             lr_scheduler=trainer.schedule,
             dataloader=trainer.data,
+            on_sigterm=options.on_sigterm,
         )
         first = checkpointer.restore() + 1  # toprope
         restored = [{"rank": one.rank, "tier": one.tier, "node": one.node} for one in checkpointer.sources]

@@ -142,11 +142,16 @@ class FakeSidecar:
                 self._make_slots(peer, self._sizes[self._rank(peer)])
 
     def say_desired(
-        self, *, attempt: int, uid: str, schedule: wire.Schedule, protected: int = 0, ready: int = 0
+        self, *, attempt: int, uid: str, schedule: wire.Schedule, protected: int = 0, ready: int = 0, extra: int = 0
     ) -> None:
         """Send DESIRED to everyone."""
         frame = wire.Desired(
-            attempt=attempt, attempt_uid=uid, schedule=schedule, protected_step=protected, ready_step=ready
+            attempt=attempt,
+            attempt_uid=uid,
+            schedule=schedule,
+            protected_step=protected,
+            ready_step=ready,
+            extra_step=extra,
         )
         with self._mutex:
             for peer in self._peers:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -248,6 +249,41 @@ def test_a_void_snapshot_is_an_error_with_strict(sidecar: FakeSidecar) -> None:
     with pytest.raises(HookError, match=r"void: step .* changed while it was copied"):
         one.end_step()
     one.hook.close("nothing")
+
+
+def test_a_copy_that_close_has_not_waited_for_is_never_sealed(sidecar: FakeSidecar) -> None:
+    """After close() the state may change under it, in its samples or beside them."""
+    one = trial(sidecar)
+    one.until_lazy()
+    held = one.hold()
+    assert one.hook._saver is not None
+    one.hook._saver._lazy._ended = ended = threading.Event()  # which makes no copy when it is waited for
+    ended.set()
+    one.update()
+    one.end_step()
+    step = one.step
+    closed = one.hook.close(timeout_s=0.1)
+    assert not closed
+    assert (closed.skipped, one.hook.stats.skipped["copied too late"]) == (step, 1)
+    held.release()
+    assert (step, 0) not in sidecar.images
+    pages = [read_page(sidecar.slot(0, number).page) for number in range(sidecar.slot_count)]
+    assert [page.state for page in pages if page.step == step] == [SlotState.WRITING]
+
+
+def test_a_step_that_is_asked_for_is_copied_at_once(sidecar: FakeSidecar, tmp_path: Path) -> None:
+    one = trial(sidecar)
+    one.until_lazy()
+    before = one.hook.stats.lazy_snapshots
+    one.forward_backward()
+    one.update()
+    one.step += 1
+    one.hook.end_step(one.step, last=True)
+    assert one.hook._saver is not None
+    assert not one.hook._saver._lazy.busy
+    assert one.hook.close()
+    assert one.hook.stats.lazy_snapshots == before
+    assert (one.step, 0) in sidecar.images
 
 
 @pytest.mark.parametrize("change", CHANGES)

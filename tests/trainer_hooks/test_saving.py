@@ -10,8 +10,9 @@ import torch
 from tests.support.fake_sidecar import FakeSidecar, Peer
 from tests.support.tiny_trainer import Tiny, load, open_image, tiny
 
-from toprope.trainer_hooks import Checkpointer, RestoreError, SidecarUnavailableError, wire
+from toprope.trainer_hooks import Checkpointer, HookError, RestoreError, SidecarUnavailableError, wire
 from toprope.trainer_hooks.ending import Level, reaches
+from toprope.trainer_hooks.slot import SlotState, read_page
 
 
 @pytest.fixture
@@ -146,6 +147,66 @@ def test_close_does_not_take_a_state_that_is_not_that_of_the_last_step(
     assert (closed.step, closed.skipped) == (0, 1)
     assert "the model was changed after step 1" in caplog.text
     assert not sidecar.images
+
+
+def test_close_sees_an_update_that_torch_does_not_count(sidecar: FakeSidecar, caplog: pytest.LogCaptureFixture) -> None:
+    """As fused and ``foreach`` optimizers make."""
+    trainer = tiny()
+    checkpointer = begun(sidecar, trainer)
+    grants = [checkpointer._session.slots.take() for _ in range(3)] if checkpointer._session is not None else []
+    checkpointer.end_step(2)
+    parameter = next(trainer.model.parameters())
+    version = parameter._version
+    parameter.data.add_(1.0)
+    assert parameter._version == version
+    assert checkpointer._session is not None
+    assert grants[0] is not None
+    checkpointer._session.slots.give_back(grants[0])
+    assert checkpointer.close(timeout_s=5.0).skipped == 2
+    assert "the model was changed after step 2" in caplog.text
+
+
+def test_close_ends_the_connection_although_strict_makes_an_error_of_the_last_snapshot(sidecar: FakeSidecar) -> None:
+    extra: dict[str, object] = {"value": 1}
+    checkpointer = begun(sidecar, tiny(), extra=extra)
+    session, saver = checkpointer._session, checkpointer._saver
+    assert session is not None
+    assert saver is not None
+    grants = [session.slots.take() for _ in range(3)]
+    checkpointer.end_step(2)
+    extra["value"] = object()
+    saver._strict = True
+    assert grants[0] is not None
+    session.slots.give_back(grants[0])
+    with pytest.raises(HookError, match="unsupported value"):
+        checkpointer.close()
+    sidecar.wait(lambda: bool(sidecar.kinds(wire.Bye)))
+    assert not session._channel._thread.is_alive()
+    assert not checkpointer.close(), "it is closed"
+
+
+@pytest.mark.parametrize("last", [True, False])
+def test_the_last_step_of_all_is_due_whatever_the_schedule(memory_dir: Path, *, last: bool) -> None:
+    with FakeSidecar(memory_dir / "s", every=100) as sidecar:
+        checkpointer = begun(sidecar, tiny())
+        sidecar.lend_again = False
+        checkpointer.end_step(2, last=last)
+        assert checkpointer.close().step == (2 if last else 0)
+        pages = [read_page(page) for number in range(3) if (page := sidecar.slot(0, number).page).exists()]
+        assert [(page.step, page.asked) for page in pages if page.state is SlotState.HASHED] == [(2, True)] * last
+
+
+@pytest.mark.parametrize(("wait_for", "asks"), [("ready", [(2, 2)]), ("protected", [])])
+def test_close_asks_for_the_last_step_in_each_tier_when_it_is_to_be_ready(
+    sidecar: FakeSidecar, wait_for: Level, asks: list[tuple[int, int]]
+) -> None:
+    checkpointer = begun(sidecar, tiny())
+    checkpointer.end_step(2)
+    sidecar.wait_image(2)
+    checkpointer.close(wait_for, timeout_s=0.2)
+    sidecar.wait(lambda: bool(sidecar.kinds(wire.Bye)))
+    frames = sidecar.kinds(wire.Ask)
+    assert [(frame.after, frame.step) for frame in frames if isinstance(frame, wire.Ask)] == asks
 
 
 def test_close_ends_when_no_slot_comes(sidecar: FakeSidecar) -> None:
