@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import math
 import struct
 from collections import deque
 from collections.abc import Callable
@@ -29,10 +30,17 @@ _ROOM_BYTES = 64
 _RETRY_FOR_S = 90.0
 _PHASE_S = 60.0
 _COPY_S = 0.02
+_AGREE_S = (0.0, 2.0)
+"""How long a rank allows for all to hear of a step: enough, or so little that some won't in time."""
+_GRACE_S = 20.0
 
 
 class EndedError(Exception):
     """This rank ends with a typed error; the launcher sees it exit."""
+
+
+class PreemptedError(EndedError):
+    """This rank was to be ended, and ends at a step that all ranks save."""
 
 
 class _NextRoundError(Exception):
@@ -164,7 +172,8 @@ class Said:
 
     def all(self) -> list[wire.FromHook]:
         """Return it in order."""
-        frames = (self.open, self.join, self.verdict, self.size, *self.sealed.values())
+    ask: wire.Ask | None = None
+        frames = (self.open, self.join, self.verdict, self.size, *self.sealed.values(), self.ask)
         return [frame for frame in frames if frame is not None]
 
 
@@ -190,6 +199,10 @@ class Rank:
 
     # The connection
 
+        self._attempt: wire.Attempt | None = None
+        self._noticed_s: float | None = None
+        self._reached = 0
+        self._late = 0
     def start(self) -> None:
         """Begin."""
         self.process.start(self._life())
@@ -232,6 +245,7 @@ class Rank:
             case wire.Welcome():
                 self._welcome = frame
             case _:
+                self._look()
                 self._heard.append(frame)
         self._news.set()
 
@@ -317,7 +331,7 @@ class Rank:
         return "no attempt was opened in time"
 
     async def _enter(self, attempt: wire.Attempt) -> None:
-        self._said.open, self._said.verdict = None, None
+        self._said.open, self._said.verdict, self._said.ask = None, None, None
         self.restoring = True
         wants = tuple(wire.Want(rank=rank, tensors=(wire.ALL,)) for rank in range(attempt.source_world))
         self._said.join = wire.Join(attempt_uid=attempt.uid, ask=1, wants=wants)
@@ -345,7 +359,7 @@ class Rank:
         self.step, self.in_training, self.restoring = attempt.from_step, True, False
         self.world.oracle.on_training(attempt.uid)
         self.world.trace.note(self.process.name, f"trains from step {self.step} of attempt {attempt.number}")
-        schedule = attempt.schedule
+        schedule, self._attempt = attempt.schedule, attempt
         while True:
             await asyncio.sleep(self.world.options.step_s)
             await self.launch.group.gather(self.rank, None)
@@ -363,15 +377,78 @@ class Rank:
                 size = len(image_of(attempt, step=self.step, rank=self.rank, world=self.launch.size))
                 self._said.size = wire.Size(bytes=size + _ROOM_BYTES)
                 self._send(self._said.size)
-            if schedule.due(self.step):
-                await self._save(attempt)
+            if asked := self._named_step(attempt) == self.step:
+                self._reached = self.step
+            if schedule.due(self.step) or asked:
+                await self._save(attempt, asked=asked)
+            await self._leave(attempt)
+
+    # Leaving
+
+    def notice(self) -> None:
+        """Learn that this rank is to be ended soon."""
+        if self._attempt is not None and self._noticed_s is None:
+            self._noticed_s = self.world.loop.time()
+            self._ask_for_a_step(self._attempt)
+
+    def _named_step(self, attempt: wire.Attempt) -> int:
+        desired = self._desired
+        return desired.extra_step if desired is not None and desired.attempt_uid == attempt.uid else 0
+
+    def _look(self) -> None:
+        """Take in which step all are to save and end at; one that is over here calls for another one."""
+        attempt = self._attempt
+        extra = self._named_step(attempt) if attempt is not None else 0
+        if attempt is None or not extra:
+            return
+        if self._noticed_s is None:
+            self._noticed_s = self.world.loop.time()
+        if extra <= self.step and extra not in {self._reached, self._late}:
+            self._late = extra
+            self.world.trace.sometimes("a step to end at was heard of too late")
+            self._send(wire.Skipped(attempt_uid=attempt.uid, step=extra, reason="heard too late"))
+            self._ask_for_a_step(attempt)
+
+    def _ask_for_a_step(self, attempt: wire.Attempt) -> None:
+        ahead_s = self.world.loop.rng.choice(_AGREE_S)
+        step = self.step + max(1, math.ceil(ahead_s / self.world.options.step_s))
+        self._said.ask = wire.Ask(attempt_uid=attempt.uid, after=self.step, step=step)
+        self._send(self._said.ask)
+
+    async def _leave(self, attempt: wire.Attempt) -> None:
+        """End here if this is the step, or if there will be none."""
+        self._look()
+        if self._noticed_s is None:
+            return
+        if self._reached == self.step:
+            await self._drain(attempt, since_s=self._noticed_s)
+        elif self._named_step(attempt) <= self.step:
+            if self.world.loop.time() - self._noticed_s > _GRACE_S:
+                raise PreemptedError("no step to end at was named in time")
+            if self._said.ask is None or self._said.ask.step <= self.step:
+                self._ask_for_a_step(attempt)
+
+    async def _drain(self, attempt: wire.Attempt, *, since_s: float) -> None:
+        """Wait until the step is safe elsewhere; return if all are to go on to a later one."""
+        while self.world.loop.time() - since_s <= _GRACE_S:
+            desired = self._desired
+            if desired is not None and desired.attempt > attempt.number:
+                self._end_training(attempt, f"attempt {desired.attempt} was opened")
+            if self._named_step(attempt) > self.step:
+                self.world.trace.sometimes("ranks went on to a later step to end at")
+                return
+            if desired is not None and max(desired.protected_step, desired.ready_step) >= self.step:
+                self.world.oracle.on_left(attempt_uid=attempt.uid, rank=self.rank, step=self.step)
+                raise PreemptedError(f"step {self.step} is safe")
+            await asyncio.sleep(0.1)
+        raise PreemptedError(f"step {self.step} was not safe in time")
 
     def _end_training(self, attempt: wire.Attempt, why: str) -> None:
         self.world.trace.sometimes("a live launch was superseded")
         self.world.oracle.on_told_to_end(attempt_uid=attempt.uid, rank=self.rank, why=why)
         raise EndedError(f"superseded: {why}")
 
-    async def _save(self, attempt: wire.Attempt) -> None:
+    async def _save(self, attempt: wire.Attempt, *, asked: bool) -> None:
         step = self.step
         if self._welcome is None or not self._free:
             self.world.trace.sometimes("a due step was skipped")
@@ -392,6 +469,7 @@ class Rank:
         )
         rng, half = self.world.loop.rng, len(image) // 2
         file.page = page
+            asked=asked,
         await asyncio.sleep(rng.uniform(0.0, _COPY_S))
         file.data[:half] = image[:half]
         await asyncio.sleep(rng.uniform(0.0, _COPY_S))
