@@ -306,7 +306,9 @@ class Attempt:
         """Go on in the process that unpickles this, and no more here: a rank has one connection that is lent slots."""
         if not self._begun:
             raise UsageError("call begin() before an attempt is handed to another process")
-        self.close()
+        with self._saving:
+            self.close()
+            self._entry.session.slots.hand_over()
         entry = self._entry
         given = (self._job, str(self._socket), self._sidecar_timeout_s, self._world, entry.launch_id, self._attempt)
         return _resume, given

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import threading
@@ -40,6 +41,18 @@ def hold_lock(path: Path) -> None:
     _locks[key] = descriptor
 
 
+def drop_lock(path: Path) -> None:
+    """Let go of the record lock of a slot that this process will write to no more.
+
+    Raises:
+        OSError: the file is gone.
+    """
+    status = path.stat()
+    descriptor = _locks.pop((os.getpid(), status.st_dev, status.st_ino), None)
+    if descriptor is not None:
+        os.close(descriptor)
+
+
 @dataclass(frozen=True, slots=True)
 class Grant:
     """A slot that may be filled once, with its mapping."""
@@ -56,6 +69,7 @@ class LentSlots:
         self._free: deque[Grant] = deque()
         self._targets: dict[str, Target] = {}
         self._sealed: dict[int, wire.Sealed] = {}
+        self._locked: set[Path] = set()
 
     def lend(self, slot: wire.Slot) -> None:
         """Take a grant: lock and map the slot, then make it available.
@@ -67,6 +81,7 @@ class LentSlots:
         hold_lock(Path(slot.lock_path))
         target = self._mapped(Path(slot.path))
         with self._mutex:
+            self._locked.add(Path(slot.lock_path))
             sealed = self._sealed.get(slot.slot)
             if sealed is not None and sealed.seq != slot.seq:
                 del self._sealed[slot.slot]  # the sidecar has gone on: it got that frame
@@ -86,6 +101,16 @@ class LentSlots:
         """Drop the grants of a connection that has ended; one that is being filled was taken and stays."""
         with self._mutex:
             self._free.clear()
+
+    def hand_over(self) -> None:
+        """Let another process of this rank have the slots: nothing is being written, nor will be from here."""
+        with self._mutex:
+            self._free.clear()
+            self._targets.clear()
+            for path in self._locked:
+                with contextlib.suppress(FileNotFoundError):  # the sidecar has removed the slot
+                    drop_lock(path)
+            self._locked.clear()
 
     def take(self) -> Grant | None:
         """Return the oldest grant, which is now the caller's; None when there is none."""

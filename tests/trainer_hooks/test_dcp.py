@@ -290,7 +290,6 @@ class Odd:
     __hash__ = None  # type: ignore[assignment]
 
 
-@pytest.mark.fault("B104")
 def test_a_value_that_can_not_be_kept_is_refused_by_name_and_the_next_step_is_saved(
     ours: Ours, sidecar: FakeSidecar
 ) -> None:

@@ -63,6 +63,20 @@ def test_the_lock_outlives_opening_and_closing_the_data_and_a_forked_child(tmp_p
     assert _holder(Path(slot.lock_path)) == str(os.getpid())
 
 
+def test_slots_that_are_handed_over_can_be_locked_by_another_process(
+    tmp_path: Path,
+) -> None:
+    slots = LentSlots()
+    for number in (0, 1):
+        slots.lend(_slot(tmp_path, number))
+    Path(_slot(tmp_path, 1).lock_path).unlink()  # the sidecar has removed it meanwhile
+    slots.hand_over()
+    assert _holder(Path(_slot(tmp_path).lock_path)) == "None"
+    assert slots.take() is None
+    slots.lend(_slot(tmp_path, seq=2))
+    assert _holder(Path(_slot(tmp_path).lock_path)) == str(os.getpid())
+
+
 def test_a_lock_file_is_opened_once_however_often_its_slot_is_lent(tmp_path: Path) -> None:
     slots = LentSlots()
     slots.lend(_slot(tmp_path))
