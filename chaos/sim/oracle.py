@@ -62,16 +62,12 @@ class Oracle:
         self._trace = trace
         self._stop = stop
         self._heard: dict[str, tuple[tuple[int, int], int]] = {}
+        self._left: dict[str, int] = {}
         self._training: set[str] = set()
         store.on_create = self._on_create
 
     def fail(self, invariant: str, text: str, *, step: int = 0) -> None:
         """Note that a promise was broken."""
-        self._left: dict[str, int] = {}
-        self._named: dict[int, frozenset[str]] = {}
-        self._holders: dict[str, str] = {}
-        self._left_behind: set[str] = set()
-        self._beats: dict[str, list[float]] = {}
         if self.violation is None and not self.over:
             self.violation = Violation(invariant=invariant, text=text, step=step)
             self._trace.note("oracle", f"VIOLATION {invariant}: {text}", step=step)
@@ -229,6 +225,15 @@ class Oracle:
         if current is not None and current.uid == attempt_uid:
             self.fail("I12", f"rank {rank} trains in the current attempt and is told to end: {why}")
 
+    def on_left(self, *, attempt_uid: str, rank: int, step: int) -> None:
+        """Take in that a rank that was to be ended ends at a step that it takes for safe: all have sealed that one."""
+        self._trace.sometimes("a launch ended at a step that was safe")
+        world = next(one.world_size for one in self.state.attempts if one.uid == attempt_uid)
+        missing = [one for one in range(world) if (attempt_uid, step, one) not in self.golden]
+        if missing or self._left.setdefault(attempt_uid, step) != step:
+            text = f"rank {rank} ends at step {step}, of which ranks {missing} have no snapshot; {self._left}"
+            self.fail("I14", text, step=step)
+
     # Sidecars
 
     def on_heard(self, life: str, desired: Desired) -> None:
@@ -300,12 +305,3 @@ def _told(record: Record) -> str:
             return f"ELECTED {record.term}"
         case _:
             return type(record).__name__.upper()
-    def on_left(self, *, attempt_uid: str, rank: int, step: int) -> None:
-        """Take in that a rank that was to be ended ends at a step that it takes for safe: all have sealed that one."""
-        self._trace.sometimes("a launch ended at a step that was safe")
-        world = next(one.world_size for one in self.state.attempts if one.uid == attempt_uid)
-        missing = [one for one in range(world) if (attempt_uid, step, one) not in self.golden]
-        if missing or self._left.setdefault(attempt_uid, step) != step:
-            text = f"rank {rank} ends at step {step}, of which ranks {missing} have no snapshot; {self._left}"
-            self.fail("I14", text, step=step)
-

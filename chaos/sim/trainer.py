@@ -169,10 +169,10 @@ class Said:
     verdict: wire.Verdict | None = None
     size: wire.Size | None = None
     sealed: dict[int, wire.Sealed] = field(default_factory=dict)
+    ask: wire.Ask | None = None
 
     def all(self) -> list[wire.FromHook]:
         """Return it in order."""
-    ask: wire.Ask | None = None
         frames = (self.open, self.join, self.verdict, self.size, *self.sealed.values(), self.ask)
         return [frame for frame in frames if frame is not None]
 
@@ -196,13 +196,13 @@ class Rank:
         self._news = asyncio.Event()
         self._free: deque[Grant] = deque()
         self._said = Said()
-
-    # The connection
-
         self._attempt: wire.Attempt | None = None
         self._noticed_s: float | None = None
         self._reached = 0
         self._late = 0
+
+    # The connection
+
     def start(self) -> None:
         """Begin."""
         self.process.start(self._life())
@@ -242,10 +242,10 @@ class Rank:
                 self._lend(frame)
             case wire.Desired():
                 self._desired = frame
+                self._look()
             case wire.Welcome():
                 self._welcome = frame
             case _:
-                self._look()
                 self._heard.append(frame)
         self._news.set()
 
@@ -466,10 +466,10 @@ class Rank:
             attempt=attempt.number,
             attempt_uid=attempt.uid,
             step=step,
+            asked=asked,
         )
         rng, half = self.world.loop.rng, len(image) // 2
         file.page = page
-            asked=asked,
         await asyncio.sleep(rng.uniform(0.0, _COPY_S))
         file.data[:half] = image[:half]
         await asyncio.sleep(rng.uniform(0.0, _COPY_S))
