@@ -255,10 +255,10 @@ class Desired(_Document, frozen=True, kw_only=True):
     read_backs: tuple[ReadBackTask, ...] = ()
     protected_step: int = 0
     ready_step: int = 0
-    refused: dict[str, str] = {}
-    """Nodes whose sidecar is not wanted, by incarnation, each with the reason."""
     extra_step: int = 0
     """A step of the current attempt that all ranks save, due or not, and after which they end; 0: none."""
+    refused: dict[str, str] = {}
+    """Nodes whose sidecar is not wanted, by incarnation, each with the reason."""
 
 
 class OpenRequest(_Document, frozen=True, kw_only=True):
