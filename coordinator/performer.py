@@ -9,6 +9,7 @@ import os
 import secrets
 import socket
 from collections.abc import Awaitable, Callable
+from datetime import UTC, datetime
 from functools import partial
 from typing import assert_never
 
@@ -69,7 +70,7 @@ from toprope.store.changes import ChangeAnswer, ChangeRequest, checked, make_pol
 from toprope.store.errors import CorruptObjectError, StoreError, UnavailableError, UsageError
 from toprope.store.manifest import Index, Shard
 from toprope.store.names import Key, facts_key, manifest_key
-from toprope.store.records import AttemptFacts, Base
+from toprope.store.records import AttemptFacts, Base, Ready
 
 _LOG = logging.getLogger("toprope.coordinator")
 _OPEN_TIMEOUT_S = 60.0
@@ -79,8 +80,10 @@ _CANCEL_AGAIN_S = 0.5
 class Coordinator:
     """One coordinator process. It is a ``Service`` of the HTTP adapter."""
 
-    def __init__(self, config: Config, *, base: Base | None = None) -> None:
+    def __init__(self, config: Config, *, base: Base | None = None, wall_s: Callable[[], int] | None = None) -> None:
+        """``wall_s`` tells the wall time in seconds since 1970, which is recorded and decides nothing here."""
         self.config = config
+        self._wall_s = wall_s or _wall_s
         self._base = base
         self.metrics = Metrics()
         self.core: Core | None = None
@@ -387,12 +390,17 @@ class Coordinator:
         await self._ports.store.create_manifest(key, body)
         if await self._ports.store.read(key, uncached=True) != body:
             raise CorruptObjectError(f"{key}: the store does not hold what was written there")
-        done = await self._log.append(lambda state: make_ready(state, intent, manifest_sha256=sha256, bases=seqs))
+        done = await self._log.append(
+            lambda state: self._timed(make_ready(state, intent, manifest_sha256=sha256, bases=seqs))
+        )
         await self._log_moved()
         if done.seq is None:
             return "the log has moved on"
         self.metrics.steps_ready.inc()
         return ""
+
+    def _timed(self, ready: Ready | None) -> Ready | None:
+        return None if ready is None else msgspec.structs.replace(ready, at_s=self._wall_s())
 
     async def _read_back(self, task: ReadBackTask) -> None:
         try:
@@ -480,6 +488,10 @@ async def _ended(loops: set[asyncio.Task[None]]) -> None:
         for loop in loops:
             loop.cancel()
         _, loops = await asyncio.wait(loops, timeout=_CANCEL_AGAIN_S)
+
+
+def _wall_s() -> int:
+    return int(datetime.now(UTC).timestamp())
 
 
 def _now_s() -> float:

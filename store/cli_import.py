@@ -38,7 +38,7 @@ def import_checkpoint(
     unpickled freely. DCP directories and torch.save files need torch. The image is put together in a temporary file in
     TMPDIR, which needs as much room.
 
-    A trainer of the same job name does not go on from it: its spec says nothing of a model's class. `ckpt export`
+    A trainer starts from its weights as `ckpt coordinator --base JOB@STEP --base-take weights` says. `ckpt export`
     gives it back, bit for bit.
 
     Exit status: 0 done; 2 the source is damaged or holds what is not taken; 64 there is such a job, or wrong use.

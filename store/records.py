@@ -81,7 +81,10 @@ class Elected(_Record, frozen=True, kw_only=True, tag="ELECTED"):
 
 
 class Ready(_Record, frozen=True, kw_only=True, tag="READY"):
-    """A checkpoint is READY. Its number in the log, ``seq``, is its name from now on."""
+    """A checkpoint is READY. Its number in the log, ``seq``, is its name from now on.
+
+    ``at_s`` is the wall time of whoever appended it, in seconds since 1970: for people, and for retention by time.
+    """
 
     attempt: int
     attempt_uid: str
@@ -89,6 +92,7 @@ class Ready(_Record, frozen=True, kw_only=True, tag="READY"):
     parent: int | None
     manifest_sha256: str
     bytes: int
+    at_s: int | UnsetType = UNSET
 
 
 class Held(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

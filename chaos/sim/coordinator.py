@@ -44,7 +44,7 @@ class Host:
         cadence = Cadence(
             from_step=0, every=options.every, local_every=options.local_every, object_every=options.object_every
         )
-        self._real = Coordinator(_config(world.job, cadence))
+        self._real = Coordinator(_config(world.job, cadence), wall_s=lambda: int(world.loop.time()))
         self._stop = asyncio.Event()
 
     def start(self) -> None:

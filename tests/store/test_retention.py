@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -38,6 +39,9 @@ def retired(state: JobState, policy: str) -> dict[int, str]:
         ("last=3", Policy(last=3)),
         ("every=1000, last=2", Policy(last=2, every=1000)),
         ("every=5", Policy(last=1, every=5)),
+        ("within=90m", Policy(within_s=5400)),
+        ("within=36h,last=2,every=9", Policy(last=2, every=9, within_s=129600)),
+        ("within=2d", Policy(within_s=172800)),
         ("all", None),
         ("", None),
     ],
@@ -48,11 +52,62 @@ def test_a_policy_is_read(text: str, policy: Policy | None) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["last", "last=", "last=0", "last=-1", "last=1,last=2", "age=3", "last=3;every=2", "3"]
+    "text",
+    [
+        "last",
+        "last=",
+        "last=0",
+        "last=-1",
+        "last=1,last=2",
+        "age=3",
+        "last=3;every=2",
+        "3",
+        "within=3",
+        "within=h",
+        "within=0h",
+    ],
 )
 def test_what_is_no_policy_is_refused_with_what_is_one(text: str) -> None:
-    with pytest.raises(UsageError, match="give last=N, every=K or both"):
+    with pytest.raises(UsageError, match="give last=N, every=K, within=TIME or several"):
         parse_policy(text)
+
+
+HOUR = 3600
+
+
+def timed(*hours: float | None) -> JobState:
+    """Return a job with READY steps 1, 2 and so on that were appended at these hours; None: no time is known."""
+    log = LogWriter(FakeStore()).begin()
+    log.add(attempt(1))
+    for step, hour in enumerate(hours, start=1):
+        one = ready(step, parent=log.state.head)
+        log.add(one if hour is None else msgspec.structs.replace(one, at_s=1_800_000_000 + int(hour * HOUR)))
+    return log.state
+
+
+def test_what_is_of_the_last_hours_before_the_newest_is_kept() -> None:
+    assert kept(timed(0, 1, 2, 3, 4, 5, 6, 7, 8), "within=4h") == [5, 6, 7, 8, 9]
+    assert kept(timed(0, 1, 2, 3, 4, 5, 6, 7, 8), "within=4h,every=2") == [2, 4, 5, 6, 7, 8, 9]
+    assert retired(timed(0, 1, 2, 3, 4, 5), "within=4h") == {1: "not kept by last=1,within=4h"}
+
+
+@pytest.mark.parametrize(
+    "hours",
+    [
+        (0, 1, 2, 3, 4, 5, 6, 7, 90_000),
+        (0, 1, 2, 3, 4, -90_000, -89_999, -89_998, -89_997),
+        (0, 1, 2, 3, 90_000, 5, 6, 7, 8),
+        (None, None, None, None, None, None, None, None, 8),
+    ],
+    ids=["ahead at last", "back", "ahead and back", "no times"],
+)
+def test_a_clock_that_jumps_counts_as_a_quarter_of_the_time_at_most(hours: tuple[float | None, ...]) -> None:
+    would_be = kept(timed(*range(9)), "within=4h")
+    assert set(kept(timed(*hours), "within=4h")) >= set(would_be)
+
+
+def test_a_pause_in_training_counts_as_a_quarter_of_the_time_at_most() -> None:
+    assert kept(timed(0, 1, 2, 3, 103, 104), "within=4h") == [2, 3, 4, 5, 6]
 
 
 def test_steps_are_ordered_as_numbers() -> None:
