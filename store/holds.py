@@ -13,6 +13,8 @@ import secrets
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import TypeAlias
 
 from toprope.store.errors import AlreadyExistsError, CkptError, UnavailableError
 from toprope.store.fold import JobState
@@ -27,9 +29,36 @@ _BEATS_KEPT = 2
 _LOG = logging.getLogger("toprope.store")
 
 
+Beating: TypeAlias = Callable[[Callable[[], None]], AbstractContextManager[None]]
+"""What calls a hold's beat again and again while a context lasts, and lets no call outlive it."""
+
+
+@contextlib.contextmanager
+def in_a_thread(beat: Callable[[], None], *, every_s: float = BEAT_S) -> Iterator[None]:
+    """Call ``beat`` in a thread."""
+    stop = threading.Event()
+
+    def run() -> None:
+        while not stop.wait(every_s):
+            beat()
+
+    thread = threading.Thread(target=run, name="hold", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+
+
 @contextlib.contextmanager
 def holding(
-    store: ObjectStore, state: JobState, seq: int, *, say: Callable[[str], None] = _LOG.warning, beat_s: float = BEAT_S
+    store: ObjectStore,
+    state: JobState,
+    seq: int,
+    *,
+    say: Callable[[str], None] = _LOG.warning,
+    beating: Beating = in_a_thread,
 ) -> Iterator[JobState]:
     """Hold a READY while the context lasts; gives the log as it is since the hold is there.
 
@@ -47,20 +76,21 @@ def holding(
         say(f"reading without a hold on READY {seq}, so that `ckpt gc` may delete it meanwhile: {error}")
         yield read_on(store, state)
         return
-    stop = threading.Event()
-    thread = threading.Thread(target=hold.beat_until, args=(stop, beat_s), name="hold", daemon=True)
-    thread.start()
     try:
-        yield read_on(store, state)
+        with beating(hold.renew):
+            yield read_on(store, state)
     finally:
-        stop.set()
-        thread.join()
         hold.drop()
 
 
 @contextlib.contextmanager
 def holding_choice(
-    store: ObjectStore, state: JobState, choose: Callable[[JobState], int], *, say: Callable[[str], None] = _LOG.warning
+    store: ObjectStore,
+    state: JobState,
+    choose: Callable[[JobState], int],
+    *,
+    say: Callable[[str], None] = _LOG.warning,
+    beating: Beating = in_a_thread,
 ) -> Iterator[JobState]:
     """Hold the READY that ``choose`` returns while the context lasts; gives the log, of which it would choose it still.
 
@@ -69,7 +99,7 @@ def holding_choice(
     """
     while True:
         seq = choose(state)
-        with holding(store, state, seq, say=say) as after:
+        with holding(store, state, seq, say=say, beating=beating) as after:
             if choose(after) == seq:
                 yield after
                 return
@@ -96,13 +126,12 @@ class _Hold:
             self._store.delete([self._written[0]])
             self._written.popleft()
 
-    def beat_until(self, stop: threading.Event, beat_s: float) -> None:
-        """Renew the hold until told to stop; what fails is tried again at the next beat."""
-        while not stop.wait(beat_s):
-            try:
-                self.beat()
-            except CkptError as error:
-                _LOG.warning("the hold on READY %d was not renewed: %s", self._seq, error)
+    def renew(self) -> None:
+        """Beat; what fails is tried again at the next beat."""
+        try:
+            self.beat()
+        except CkptError as error:
+            _LOG.warning("the hold on READY %d was not renewed: %s", self._seq, error)
 
     def drop(self) -> None:
         """Give the READY free; what can't be deleted is taken for left behind later."""

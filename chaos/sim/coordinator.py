@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, cast
 
 import msgspec
@@ -15,14 +16,19 @@ import msgspec
 from toprope.chaos.sim.broker import BrokerClient
 from toprope.chaos.sim.loop import Process
 from toprope.chaos.sim.net import NetError
+from toprope.chaos.sim.oracle import HOLD_TTL_S
 from toprope.coordinator.adapters.mqtt import Mqtt
-from toprope.coordinator.adapters.objects import ThreadedStore
+from toprope.coordinator.adapters.objects import ThreadedStore, collected
 from toprope.coordinator.config import Config
 from toprope.coordinator.performer import Coordinator
 from toprope.coordinator.ports import Ports
 from toprope.coordinator.settings import Address
 from toprope.coordinator.wire import Cadence, Desired, Inventory, OpenAnswer, OpenRequest, Presence
-from toprope.store.errors import FencedError, UnavailableError
+from toprope.store.changes import ChangeAnswer, ChangeRequest
+from toprope.store.errors import CkptError, FencedError, UnavailableError
+from toprope.store.fold import JobState
+from toprope.store.gc import GcPlan
+from toprope.store.holds import HoldWatch
 
 if TYPE_CHECKING:
     from toprope.chaos.sim.world import World
@@ -44,7 +50,9 @@ class Host:
         cadence = Cadence(
             from_step=0, every=options.every, local_every=options.local_every, object_every=options.object_every
         )
-        self._real = Coordinator(_config(world.job, cadence), wall_s=lambda: int(world.loop.time()))
+        self._real = Coordinator(
+            _config(world.job, cadence, retain=options.retain), wall_s=lambda: int(world.loop.time())
+        )
         self._stop = asyncio.Event()
 
     def start(self) -> None:
@@ -58,7 +66,7 @@ class Host:
     async def _reign(self) -> None:
         broker = _Link(self, self._world)
         self._real.mqtt = cast("Mqtt", broker) if self._world.options.broker else None
-        ports = Ports(store=ThreadedStore(self._world.store), nodes=_Nodes(self, self._world), broker=broker)
+        ports = Ports(store=_Store(self._world), nodes=_Nodes(self, self._world), broker=broker)
         try:
             await self._real.reign(ports, url=self.url, stop=self._stop, on_serving=lambda: None)
         except* (FencedError, UnavailableError) as group:
@@ -90,6 +98,17 @@ class Host:
     async def open(self, request: OpenRequest) -> OpenAnswer:
         """Open an attempt."""
         return await self._real.open(request)
+
+    async def change(self, request: ChangeRequest) -> ChangeAnswer:
+        """Change the job; what is refused, or can't be done now, is told to who asked.
+
+        Raises:
+            NetError: it is refused, or can't be done now.
+        """
+        try:
+            return await self._real.change(request)
+        except CkptError as error:
+            raise NetError(str(error)) from error
 
     # What its MQTT client would tell
 
@@ -134,6 +153,24 @@ class _Link:
             await asyncio.sleep(0.5)
 
 
+class _Store(ThreadedStore):
+    """The object store as a coordinator has it, with less patience for holds that do not beat."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__(world.store)
+        self._world = world
+        self._watch = HoldWatch(ttl_s=HOLD_TTL_S)
+
+    async def collect_garbage(self, state: JobState, _watch: HoldWatch, *, now_s: float) -> GcPlan:
+        """Delete what the log has condemned."""
+        work = partial(collected, self._world.store, state, self._watch, now_s)
+        plan = await self._world.loop.stepwise(work)
+        self._world.rounds += 1
+        if plan.held:
+            self._world.trace.sometimes("a reader held what is retired")
+        return plan
+
+
 @dataclass(frozen=True, slots=True)
 class _Nodes:
     """The sidecars as a coordinator reaches them: a ``NodesPort``."""
@@ -149,7 +186,7 @@ class _Nodes:
             return None
 
 
-def _config(job: str, cadence: Cadence) -> Config:
+def _config(job: str, cadence: Cadence, *, retain: str) -> Config:
     return Config(
         job=job,
         store="simulated",
@@ -161,6 +198,7 @@ def _config(job: str, cadence: Cadence) -> Config:
         ready_file=None,
         verdict_deadline_s=VERDICT_DEADLINE_S,
         tick_s=1.0,
+        retain=retain or None,
     )
 
 

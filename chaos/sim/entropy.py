@@ -1,4 +1,4 @@
-"""Chance and identity for code that draws them itself: seeded for the length of a run, so that it can be repeated."""
+"""Chance, identity and sleep for code that asks for them itself, for the length of a run that can be repeated."""
 
 from __future__ import annotations
 
@@ -6,20 +6,23 @@ import os
 import random
 import secrets
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+from toprope.chaos.sim.threads import nap
 
 
 @contextmanager
 def seeded(rng: random.Random) -> Iterator[None]:
-    """Let ids come from ``rng``, and host and process be the same everywhere, until the context ends."""
+    """Let ids come from ``rng``, host and process be the same everywhere, and sleep be virtual, until the end."""
 
     def token_hex(nbytes: int | None = None) -> str:
         return rng.randbytes(nbytes or 32).hex()
 
-    before = secrets.token_hex, os.getpid, socket.gethostname
-    secrets.token_hex, os.getpid, socket.gethostname = token_hex, lambda: 1, lambda: "simulated"
+    before = secrets.token_hex, os.getpid, socket.gethostname, time.sleep
+    secrets.token_hex, os.getpid, socket.gethostname, time.sleep = token_hex, lambda: 1, lambda: "simulated", nap
     try:
         yield
     finally:
-        secrets.token_hex, os.getpid, socket.gethostname = before
+        secrets.token_hex, os.getpid, socket.gethostname, time.sleep = before

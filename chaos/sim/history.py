@@ -113,6 +113,21 @@ async def _main(world: World, trouble: Trouble) -> None:
                 world.oracle.fail("I15", f"{HEALED_WITHIN_S:.0f} s after all faults ended no later step is READY")
             world.trace.sometimes("every copy was lost, and the job said so")
             return
+    await _tidied(world)
+
+
+async def _tidied(world: World) -> None:
+    """Wait for two rounds of garbage collection: all that was condemned before them must be gone."""
+    began_s, rounds, condemned = world.loop.time(), world.rounds, world.oracle.condemned()
+    if not world.options.retain:
+        return
+    while world.rounds < rounds + 2 and not world.loop.crashes:
+        await asyncio.sleep(_LOOK_EVERY_S)
+        if world.loop.time() - began_s > HEALED_WITHIN_S:
+            world.oracle.fail("I15", f"no garbage was collected within {HEALED_WITHIN_S:.0f} s after all faults ended")
+            return
+    if left := sorted(condemned & world.oracle.condemned()):
+        world.oracle.fail("I15", f"{len(left)} condemned objects are left after two collections: {left[0]}")
 
 
 def _is_well(world: World, newest: int) -> bool:

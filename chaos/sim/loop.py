@@ -16,8 +16,10 @@ import heapq
 import random
 from collections import deque
 from collections.abc import Callable, Coroutine
+from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
+from toprope.chaos.sim.threads import Worker, worker_for
 from toprope.store.errors import UnavailableError
 
 A = ParamSpec("A")
@@ -90,6 +92,7 @@ class SimLoop(asyncio.BaseEventLoop):
         self._now_s = 0.0
         self._all: list[asyncio.Task[Any]] = []
         self._buried: list[asyncio.Handle] = []
+        self._workers: list[Worker] = []
         self._draining = False
         self._outside = contextvars.copy_context()
         self._ready: deque[asyncio.Handle]
@@ -115,15 +118,45 @@ class SimLoop(asyncio.BaseEventLoop):
         def call() -> None:
             try:
                 result = func(*args)
-            except UnavailableError as error:
-                self.call_later(self.rng.uniform(*_NOT_ANSWERED_S), _fail, done, error)
             except Exception as error:  # noqa: BLE001 - as a pool of threads does
-                self.call_soon(_fail, done, error)
+                self._failed(done, error)
             else:
-                self.call_later(self.slow * self.rng.uniform(*_CALL_S), _give, done, result)
+                self.call_later(self._call_s(), _give, done, result)
 
-        self.call_later(self.slow * self.rng.uniform(*_CALL_S), call)
+        self.call_later(self._call_s(), call)
         return done
+
+    def stepwise(self, func: Callable[[], T]) -> asyncio.Future[T]:
+        """Call ``func`` as ``run_in_executor`` does, but with time between its calls of the store."""
+        done: asyncio.Future[T] = self.create_future()
+
+        def begin() -> None:
+            worker = worker_for(partial(contextvars.copy_context().run, func))
+            self._workers.append(worker)
+            self._go_on(worker, done)
+
+        self.call_later(self._call_s(), begin)
+        return done
+
+    def _failed(self, done: asyncio.Future[Any], error: BaseException) -> None:
+        delay_s = self.rng.uniform(*_NOT_ANSWERED_S) if isinstance(error, UnavailableError) else 0.0
+        self.call_later(delay_s, _fail, done, error)
+
+    def _call_s(self) -> float:
+        return self.slow * self.rng.uniform(*_CALL_S)
+
+    def _go_on(self, worker: Worker, done: asyncio.Future[Any]) -> None:
+        """Let blocking code run up to its next call of the store, which it makes some time from now."""
+        if self._draining:
+            return
+        if not worker.resume():
+            self.call_later(max(worker.nap_s, self._call_s()), self._go_on, worker, done)
+            return
+        self._workers.remove(worker)
+        if worker.error is not None:
+            self._failed(done, worker.error)
+        else:
+            self.call_later(self._call_s(), _give, done, worker.result)
 
     def _write_to_self(self) -> None:
         pass
@@ -215,6 +248,9 @@ class SimLoop(asyncio.BaseEventLoop):
                 task.cancel()
             self.call_later(10.0, self.stop, context=self._outside.copy())
             self.run_forever()
+        for worker in self._workers:
+            worker.abort()
+        self._workers.clear()
         for task in self._all:
             if task.done() and not task.cancelled():
                 task.exception()
@@ -226,6 +262,6 @@ def _give(future: asyncio.Future[T], value: T) -> None:
         future.set_result(value)
 
 
-def _fail(future: asyncio.Future[Any], error: Exception) -> None:
+def _fail(future: asyncio.Future[Any], error: BaseException) -> None:
     if not future.done():
         future.set_exception(error)

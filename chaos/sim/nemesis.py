@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import asyncio
 
+from toprope.chaos.sim import people
 from toprope.chaos.sim.broker import NAME as BROKER
 from toprope.chaos.sim.loop import Process
 from toprope.chaos.sim.world import Node, World
 from toprope.trainer_hooks.slot import SlotState
+
+AMBUSHES = ("copy", "hash", "facts", "shards", "manifests", "manifests", "log", "log")
+"""Where one may be stopped: in the middle of a copy into a slot, or of hashing; when an object of a kind is written."""
 
 
 async def rage(world: World) -> None:
@@ -26,7 +30,7 @@ async def rage(world: World) -> None:
 def heal(world: World) -> None:
     """End all troubles."""
     world.trace.note("nemesis", "heals")
-    world.net.calm = True
+    world.net.calm, world.ambush = True, ""
     world.net.cuts.clear()
     world.store.fault = 0.0
     for node in world.nodes:
@@ -38,19 +42,32 @@ def heal(world: World) -> None:
 def _paused(world: World) -> list[Process]:
     ranks = world.launch.ranks if world.launch is not None else []
     cars = [node.sidecar for node in world.nodes if node.sidecar is not None]
-    everyone = [*(rank.process for rank in ranks), *(car.process for car in cars), *(h.process for h in world.hosts)]
+    several = (ranks, cars, world.hosts, world.readers)
+    everyone = [one.process for some in several for one in some]
     return [process for process in everyone if process.held is not None]
 
 
-def _strike(world: World, what: str) -> None:  # noqa: C901, PLR0912 - one line per kind of trouble
-    rng = world.loop.rng
-    node = rng.choice(world.nodes)
+def _strike(world: World, what: str) -> None:
     match what:
         case "kill rank":
             if world.launch is not None:
-                rng.choice(world.launch.ranks).process.kill()
+                world.loop.rng.choice(world.launch.ranks).process.kill()
         case "zombie":
             _zombie(world)
+        case "reader":
+            _read(world)
+        case "change":
+            _change(world)
+        case "ambush":
+            world.ambush = world.loop.rng.choice(AMBUSHES)
+        case _:
+            _strike_machines(world, what)
+
+
+def _strike_machines(world: World, what: str) -> None:  # noqa: C901, PLR0912 - one line per kind of trouble
+    rng = world.loop.rng
+    node = rng.choice(world.nodes)
+    match what:
         case "kill sidecar":
             if node.sidecar is not None:
                 node.sidecar.process.kill()
@@ -90,6 +107,25 @@ def _pause(world: World, process: Process, for_s: float) -> None:
     if process.held is None and process.alive:
         process.pause()
         world.loop.outside(for_s, lambda: process.resume() if process.held is not None else None)
+
+
+def _read(world: World) -> None:
+    """Let a reader begin, which may be stopped for so long that its hold is taken for left behind."""
+    rng = world.loop.rng
+    reader = people.Reader(world, world.next_number())
+    reader.start()
+    world.readers.append(reader)
+    if rng.random() < 0.3:  # noqa: PLR2004 - now and then
+        world.loop.outside(rng.uniform(0.1, 3.0), _pause, world, reader.process, rng.uniform(2.0, 15.0))
+
+
+def _change(world: World) -> None:
+    """Let a person change the job; who goes back ends the launch too."""
+    rng = world.loop.rng
+    make = rng.choice((people.pin, people.retire, people.taint, people.roll_back(world.oracle.state.attempt_number)))
+    people.Command(world, world.next_number(), make).start()
+    if make not in {people.pin, people.retire, people.taint} and world.launch is not None:
+        world.loop.outside(rng.uniform(3.0, 9.0), rng.choice(world.launch.ranks).process.kill)
 
 
 def _zombie(world: World) -> None:

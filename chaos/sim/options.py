@@ -19,10 +19,16 @@ FAULTS = (
     "store brownout",
     "disk trouble",
     "flip",
+    "reader",
+    "change",
+    "ambush",
 )
 
 RESTARTS = ("kill rank", "zombie", "power cut")
 """Each history has one of these, since all that matters shows in a restore."""
+
+_GC: dict[bool, tuple[str, ...]] = {False: (), True: ("reader",)}
+"""Where something is deleted there are readers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +48,7 @@ class Options:
     duplicate: float
     slow: float
     store_fault: float
+    retain: str
     faults: tuple[str, ...]
 
     def __str__(self) -> str:
@@ -54,18 +61,19 @@ def draw(rng: random.Random) -> Options:
     local_every = every * rng.choice((1, 2))
     messy = rng.random() < 0.5  # noqa: PLR2004 - every other one
     return Options(
-        nodes=rng.choice((1, 2, 2, 2, 3)),
-        ranks_per_node=rng.choice((1, 1, 1, 2)),
+        nodes=rng.choice((1, 2, 2, 2, 2, 3)),
+        ranks_per_node=rng.choice((1, 1, 1, 1, 2)),
         broker=rng.random() < 0.5,  # noqa: PLR2004 - every other one
         every=every,
         local_every=local_every,
         object_every=local_every * rng.choice((1, 2)),
-        chaos_s=rng.uniform(8.0, 22.0),
-        between_s=rng.uniform(1.0, 5.0),
+        chaos_s=rng.uniform(6.0, 16.0),
+        between_s=rng.uniform(0.7, 3.5),
         step_s=rng.uniform(0.5, 1.5),
         drop=rng.uniform(0.0, 0.08) if messy else 0.0,
         duplicate=rng.uniform(0.0, 0.2) if messy else 0.0,
         slow=rng.choice((1.0, 1.0, 10.0)),
         store_fault=rng.choice((0.0, 0.02, 0.1)),
-        faults=tuple(sorted({rng.choice(RESTARTS), *rng.sample(FAULTS, rng.randint(0, 5))})),
+        retain=(retain := rng.choice(("", "last=1", "last=1", "last=2,every=4"))),
+        faults=tuple(sorted({rng.choice(RESTARTS), *_GC[bool(retain)], *rng.sample(FAULTS, rng.randint(0, 5))})),
     )

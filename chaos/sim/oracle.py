@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 
 import msgspec
 
@@ -20,12 +21,15 @@ from toprope.store.errors import CorruptObjectError
 from toprope.store.fold import JobState, fold, violation
 from toprope.store.manifest import Index, Manifest
 from toprope.store.manifest import decode as decode_manifest
-from toprope.store.names import Key, facts_key, manifest_key
-from toprope.store.records import Attempt, AttemptFacts, Elected, Ready, Record
+from toprope.store.names import Key, facts_key, index_sha256, manifest_key, parse_hold, step_prefix, written_at
+from toprope.store.records import Attempt, AttemptFacts, Elected, Held, Ready, Record
 from toprope.store.shard import identity_of, parse_header
 
 _NOTICED_S = 15.0
 """So long after a loss a step that is called protected may have been counted before the loss was noticed."""
+
+HOLD_TTL_S = 8.0
+"""So long a hold may be silent in a history."""
 
 Snapshot = tuple[str, int, int]
 """Attempt uid, step, rank."""
@@ -64,7 +68,12 @@ class Oracle:
         self._heard: dict[str, tuple[tuple[int, int], int]] = {}
         self._left: dict[str, int] = {}
         self._training: set[str] = set()
+        self._named: dict[int, frozenset[str]] = {}
+        self._holders: dict[str, str] = {}
+        self._left_behind: set[str] = set()
+        self._beats: dict[str, list[float]] = {}
         store.on_create = self._on_create
+        store.on_delete = self._on_delete
 
     def fail(self, invariant: str, text: str, *, step: int = 0) -> None:
         """Note that a promise was broken."""
@@ -83,6 +92,84 @@ class Oracle:
             self._on_record(int(rest[0].partition(".")[0]), body, who)
         elif kind == "shards":
             self._trace.note("store", f"{who} created {key}", step=int(rest[1][1:]))
+        elif kind == "holds":
+            self._holders[key] = who
+            self._beats.setdefault(who, []).append(self._trace.now_s())
+            self._trace.note("store", f"{who} created {key}")
+
+    def _on_delete(self, key: Key, who: str) -> None:
+        if self.over:
+            return
+        kind, at = key.split("/")[1], written_at(self.state.job, key)
+        self._trace.note("store", f"{who} deleted {key}", step=0 if at is None else at[1])
+        if kind == "holds" and self._holders.get(key) != who:
+            self._on_left_behind(key, who)
+        elif kind in {"log", "facts"}:
+            self.fail("I8", f"{who} deleted {key}, which is never deleted")
+        elif at is not None:
+            self._trace.sometimes("an object was deleted")
+            if why := self._why_needed(key, at):
+                self.fail("I8", f"{who} deleted {key}: {why}", step=at[1])
+
+    def _on_left_behind(self, key: Key, who: str) -> None:
+        """Take in that a hold was deleted by somebody else: only one that did not beat for the whole of the time."""
+        reader = self._holders.get(key, "")
+        self._left_behind.add(reader)
+        self._trace.sometimes("a hold was left behind")
+        beats = [*self._beats.get(reader, ()), self._trace.now_s()]
+        if max((after - before for before, after in pairwise(beats)), default=0.0) < HOLD_TTL_S:
+            self.fail("I8", f"{who} deleted {key}, which has beaten all the time")
+
+    def _why_needed(self, key: Key, at: tuple[int, int]) -> str:
+        """Return why an object may not be deleted, or nothing if the log has condemned it."""
+        state = self.state
+        if (seq := next((seq for seq in state.live if key in self._named[seq]), None)) is not None:
+            return f"READY {seq} names it"
+        if at[0] > state.attempt_number or (at[0] == state.attempt_number and at[1] > state.last_step):
+            return "it may become READY yet"
+        attempt = state.attempt
+        if attempt is not None and attempt.held is not None and key in self._needed_by_source(attempt.held):
+            return "the current attempt began with it"
+        return ""
+
+    def _needed_by_source(self, held: Held) -> set[str]:
+        """Return the objects of a source that is not READY, and what its indexes name, those deleted now included."""
+        number = next(one.attempt for one in self.state.attempts if one.uid == held.attempt_uid)
+        prefix = step_prefix(self.state.job, attempt=number, step=held.step)
+        needed: set[str] = {key for key in self._store.ever if key.startswith(prefix)}
+        for key in sorted(needed):
+            if (sha256 := index_sha256(key)) is not None and key not in self._store.corrupt:
+                index = decode_manifest(self._store.ever[Key(key)], Index, key=key, expected_sha256=sha256)
+                needed |= {file.key for file in index.files}
+        return needed
+
+    def condemned(self) -> set[Key]:
+        """Return the objects that garbage collection is to delete by now: what nobody needs and nobody holds."""
+        held = {
+            name
+            for key in self._store.objects
+            if (hold := parse_hold(self.state.job, key)) is not None
+            for name in self._named.get(hold[0], ())
+        }
+        return {
+            key
+            for key in self._store.objects
+            if (at := written_at(self.state.job, key)) is not None and key not in held and not self._why_needed(key, at)
+        }
+
+    # Readers
+
+    def on_read(self, who: str, ready: Ready, rank: int, image: bytes) -> None:
+        """Take in what a reader has read, verified as far as it could."""
+        if digest(image) != self.golden.get((ready.attempt_uid, ready.step, rank)) and not self._store.corrupt:
+            self.fail("I7", f"{who} reads wrong bytes of rank {rank} of READY step {ready.step}", step=ready.step)
+
+    def on_missing(self, who: str, seq: int, text: str, *, held: bool) -> None:
+        """Take in that a reader met an object that is not there."""
+        if who in self._left_behind or not held:
+            self._trace.sometimes("a reader without a hold met a missing object")
+        else:
+            self.fail("I8", f"{who} holds READY {seq}, and of it is missing: {text}", step=self.state.readies[seq].step)
 
     def _on_record(self, number: int, body: bytes, who: str) -> None:
         state = self.state
@@ -120,11 +207,10 @@ class Oracle:
         struck = {*state.struck, *((one.attempt_uid, one.step) for one in record.struck)}
         if record.struck:
             self._trace.sometimes("a source was struck off")
-        if state.head is not None:
-            head = state.readies[state.head]
-            if record.from_step < head.step and (head.attempt_uid, head.step) not in struck:
-                text = f"attempt {record.attempt} begins at step {record.from_step} and passes over READY {head.step}"
-                self.fail("I14", text, step=head.step)
+        for _, ready in state.restorable():
+            if record.from_step < ready.step and (ready.attempt_uid, ready.step) not in struck:
+                text = f"attempt {record.attempt} begins at step {record.from_step} and passes over READY {ready.step}"
+                self.fail("I14", text, step=ready.step)
         held = record.held
         if held is not None:
             self._trace.sometimes("restored from what is not READY")
@@ -138,12 +224,14 @@ class Oracle:
 
     def _check_floor(self, record: Attempt, struck: set[Place]) -> None:
         floor, current = self._floor, self.state.attempt
-        if floor is not None and current is not None and floor[0] == current.uid and floor not in struck:
+        self._floor = None
+        if floor is None or current is None or self.state.is_tainted(attempt=current.attempt, step=floor[1]):
+            return
+        if floor[0] == current.uid and floor not in struck:
             self._trace.sometimes("an attempt followed a protected step")
             if record.from_step < floor[1]:
                 text = f"attempt {record.attempt} begins at {record.from_step} although step {floor[1]} was protected"
                 self.fail("I14", text, step=floor[1])
-        self._floor = None
 
     def _check_ready(self, record: Ready) -> None:
         current = self.state.attempt
@@ -155,7 +243,20 @@ class Oracle:
         key = manifest_key(self.state.job, attempt=record.attempt, step=record.step, sha256=record.manifest_sha256)
         if (why := self._why_not_whole(key, record, world=current.world_size)) is not None:
             self.fail(why[0], f"READY {record.step} of attempt {record.attempt}: {why[1]}", step=record.step)
+        self._named[self.state.n] = self._names(key, record)
         self._trace.sometimes("a step became READY")
+
+    def _names(self, key: Key, record: Ready) -> frozenset[str]:
+        """Return all objects that a READY needs, as far as they are there."""
+        objects, named = self._store.objects, {str(key)}
+        if key in objects:
+            manifest = decode_manifest(objects[key], Manifest, key=key, expected_sha256=record.manifest_sha256)
+            for shard in manifest.shards:
+                named.add(shard.index_key)
+                if (body := objects.get(Key(shard.index_key))) is not None:
+                    index = decode_manifest(body, Index, key=shard.index_key, expected_sha256=shard.index_sha256)
+                    named |= {file.key for file in index.files}
+        return frozenset(named)
 
     def _why_not_whole(self, key: Key, record: Ready, *, world: int) -> tuple[str, str] | None:
         """Return which invariant a READY breaks, and how."""
@@ -179,8 +280,8 @@ class Oracle:
         return None
 
     def check_readies(self) -> None:
-        """Check that all that ever became READY is still whole."""
-        for ready in self.state.readies.values():
+        """Check that all that is READY is still whole."""
+        for ready in (self.state.readies[seq] for seq in self.state.live):
             world = next(one.world_size for one in self.state.attempts if one.uid == ready.attempt_uid)
             key = manifest_key(self.state.job, attempt=ready.attempt, step=ready.step, sha256=ready.manifest_sha256)
             if (why := self._why_not_whole(key, ready, world=world)) is not None:

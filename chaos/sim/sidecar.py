@@ -24,6 +24,7 @@ from toprope.chaos.sim.disk import DiedError
 from toprope.chaos.sim.loop import Process
 from toprope.chaos.sim.memory import File, slot_path, spare_path, stage_path
 from toprope.chaos.sim.net import NetError
+from toprope.chaos.sim.threads import Turnstile
 from toprope.coordinator.wire import Desired, Inventory, OpenAnswer, OpenRequest, Presence
 from toprope.sidecar import effects as do
 from toprope.sidecar import events as on
@@ -109,6 +110,7 @@ class SimSidecar:
         self._memory = node.memory
         self._local = LocalTier(node.disk.root, node.disk)
         self._objects = ObjectTier(world.store, world.job, codec="none")
+        self._objects._mutex = Turnstile()  # type: ignore[assignment]  # noqa: SLF001 - threads of a history wait by it
         self._connections: dict[int, Connection] = {}
         self._shouts = _Shouts(world, node.name)
         self._link = _Link(self._broker)
@@ -291,6 +293,7 @@ class SimSidecar:
             raise _WrongError(f"its page says {page.state} of seq {page.seq}")
         half = page.bytes // 2
         first = bytes(file.data[:half])
+        self.world.at("hash")
         await self._pause(0.05)
         image = first + bytes(file.data[half : page.bytes])
         _check_header(image, shard_of_page(page))
@@ -342,7 +345,7 @@ class SimSidecar:
         nonce = self.world.loop.rng.randbytes(16).hex()
         await self._pause(0.2)
         try:
-            receipt = await self._bulk(
+            receipt = await self.world.loop.stepwise(
                 lambda: self._objects.put(shard, self._image(shard.rank, effect.slot, shard.bytes), nonce=nonce)
             )
         except (CkptError, DamagedError) as error:
@@ -551,7 +554,7 @@ class SimSidecar:
             if index.bytes != shard.bytes:
                 raise _WrongError("it is not as long as it should be")
             with memoryview(file.data) as view:
-                await self._bulk(partial(fill_from_image, self.world.store, index, view))
+                await self.world.loop.stepwise(partial(fill_from_image, self.world.store, index, view))
         if not _is_right(digest(bytes(file.data)), shard.digest):
             raise _WrongError("it is not what it should be")
         return stage_path(effect.attempt_uid, shard.rank)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Literal, TypeAlias
 
 from toprope.chaos.sim.loop import PROCESS, SimLoop
+from toprope.chaos.sim.threads import turn
 from toprope.chaos.sim.trace import Trace
 from toprope.store.errors import (
     AlreadyExistsError,
@@ -23,22 +24,30 @@ from toprope.store.names import Key
 Fault: TypeAlias = Literal["request lost", "reply lost", "late", "503", "corrupt"]
 FAULTS: tuple[Fault, ...] = ("request lost", "reply lost", "late", "503", "corrupt")
 _LATE_S = (2.0, 30.0)
+_PAGES = (2, 1000)
 
 
 class SimStore:
-    """Objects in a dict. ``on_create`` sees each applied create, and ``cut`` says who can't reach it just now."""
+    """Objects in a dict; ``ever`` has the deleted ones too. ``on_create`` and ``on_delete`` see what is applied.
+
+    ``cut`` says who can't reach it just now.
+    """
 
     def __init__(self, loop: SimLoop, trace: Trace, *, fault: float, cut: Callable[[str], bool]) -> None:
         self.objects: dict[Key, bytes] = {}
         self.corrupt: set[Key] = set()
         self.fault = fault
+        self.ever: dict[Key, bytes] = {}
         self.on_create: Callable[[Key, bytes, str], None] = lambda _key, _body, _who: None
+        self.at: Callable[[str], None] = lambda _kind: None
+        self.on_delete: Callable[[Key, str], None] = lambda _key, _who: None
         self._loop = loop
         self._trace = trace
         self._cut = cut
 
     def create(self, key: Key, body: bytes | memoryview) -> None:
         """Write a new object."""
+        turn()
         who = _who()
         fault = self._drawn(who, key)
         if fault == "503":
@@ -77,11 +86,13 @@ class SimStore:
     def _apply(self, key: Key, body: bytes, who: str) -> None:
         if key in self.objects:
             raise AlreadyExistsError(key)
-        self.objects[key] = body
+        self.objects[key] = self.ever[key] = body
         self.on_create(key, body, who)
+        self.at(key.split("/")[1])
 
     def read(self, key: Key, *, start: int = 0, length: int | None = None, uncached: bool = False) -> bytes:  # noqa: ARG002 - there is no cache
         """Return bytes of an object."""
+        turn()
         if self._drawn(_who(), key) not in {None, "corrupt"}:
             raise UnavailableError(f"{key}: no answer")
         if key not in self.objects:
@@ -93,20 +104,43 @@ class SimStore:
 
     def size(self, key: Key) -> int:
         """Return an object's length."""
+        turn()
+        if self._drawn(_who(), key) not in {None, "corrupt"}:
+            raise UnavailableError(f"{key}: no answer")
         if key not in self.objects:
             raise MissingObjectError(key)
         return len(self.objects[key])
 
     def delete(self, keys: Sequence[Key]) -> None:
-        """Remove objects."""
+        """Remove objects, one after another."""
+        who = _who()
         for key in keys:
-            if self._drawn(_who(), key) not in {None, "corrupt"}:
+            turn()
+            fault = self._drawn(who, key)
+            if fault == "late":
+                self._loop.outside(self._loop.rng.uniform(*_LATE_S), self._remove, key, who)
+            elif fault in {None, "corrupt", "reply lost"}:
+                self._remove(key, who)
+            if fault not in {None, "corrupt"}:
                 raise UnavailableError(f"{key}: no answer")
-            self.objects.pop(key, None)
+
+    def _remove(self, key: Key, who: str) -> None:
+        if self.objects.pop(key, None) is not None:
+            self.on_delete(key, who)
 
     def list(self, prefix: str) -> Iterator[Key]:
-        """Yield the keys that begin with ``prefix``."""
-        yield from sorted(key for key in self.objects if key.startswith(prefix))
+        """Yield the keys that begin with ``prefix``, a page at a time: what comes in between is seen or not."""
+        after = ""
+        while True:
+            turn()
+            if self._drawn(_who(), prefix) not in {None, "corrupt"}:
+                raise UnavailableError(f"{prefix}: no answer")
+            keys = sorted(key for key in self.objects if key.startswith(prefix) and key > after)
+            page = keys[: self._loop.rng.choice(_PAGES)]
+            yield from page
+            if len(page) == len(keys):
+                return
+            after = page[-1]
 
 
 def image_in(objects: Mapping[Key, bytes], index: Index) -> bytes:

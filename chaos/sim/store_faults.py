@@ -45,6 +45,7 @@ QUIET = Options(
     duplicate=0.0,
     slow=1.0,
     store_fault=0.0,
+    retain="",
     faults=(),
 )
 _SEED = 4

@@ -472,6 +472,7 @@ class Rank:
         file.page = page
         await asyncio.sleep(rng.uniform(0.0, _COPY_S))
         file.data[:half] = image[:half]
+        self.world.at("copy")
         await asyncio.sleep(rng.uniform(0.0, _COPY_S))
         file.data[half : len(image)] = image[half:]
         file.flipped = False

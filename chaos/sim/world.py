@@ -11,11 +11,12 @@ from typing import TypeVar
 from toprope.chaos.sim.broker import Broker
 from toprope.chaos.sim.coordinator import Host
 from toprope.chaos.sim.disk import SimDisk
-from toprope.chaos.sim.loop import Process, SimLoop
+from toprope.chaos.sim.loop import PROCESS, Process, SimLoop
 from toprope.chaos.sim.memory import SimMemory
 from toprope.chaos.sim.net import Net, NetError
 from toprope.chaos.sim.options import Options
 from toprope.chaos.sim.oracle import Oracle
+from toprope.chaos.sim.people import Reader
 from toprope.chaos.sim.sidecar import SimSidecar
 from toprope.chaos.sim.store import SimStore, image_in
 from toprope.chaos.sim.trace import Trace
@@ -81,14 +82,7 @@ class Node:
         """Return what lies where an inventory says that a copy is, and whether it was spoiled on purpose."""
         match copy.tier:
             case "object":
-                objects = self._world.store.objects
-                key = Key(copy.index_key)
-                if key not in objects:
-                    return None, False
-                if key in self._world.store.corrupt:
-                    return None, True
-                index = decode(objects[key], Index, key=key, expected_sha256=copy.index_sha256)
-                return image_in(objects, index), any(file.key in self._world.store.corrupt for file in index.files)
+                return self._object_bytes(copy)
             case "local":
                 return self.local_bytes(copy.key), PurePosixPath(copy.key).name in self.disk.flipped
             case "memory" | "peer":
@@ -99,6 +93,14 @@ class Node:
                     if (page.attempt_uid, page.step, page.rank, page.digest) == place:
                         return bytes(file.data[: page.bytes]), file.flipped
         return None, False
+
+    def _object_bytes(self, copy: Copy) -> tuple[bytes | None, bool]:
+        """Return the image that an index names, those objects included that garbage collection has taken since."""
+        store, key = self._world.store, Key(copy.index_key)
+        if key in store.corrupt or key not in store.ever:
+            return None, key in store.corrupt
+        index = decode(store.ever[key], Index, key=key, expected_sha256=copy.index_sha256)
+        return image_in(store.ever, index), any(file.key in store.corrupt for file in index.files)
 
 
 class World:
@@ -118,6 +120,10 @@ class World:
         self.nodes = [Node(self, f"n{number}") for number in range(options.nodes)]
         self.hosts: list[Host] = []
         self.all_hosts: list[Host] = []
+        self.readers: list[Reader] = []
+        self.rounds = 0
+        self.ambush = ""
+        self.store.at = self.at
         self.launch: Launch | None = None
         self._numbers = itertools.count(1)
         self._host_numbers = itertools.count(1)
@@ -233,11 +239,38 @@ class World:
         for (uid, step, _), sealed in self.oracle.golden.items():
             whole[uid, step] = whole.get((uid, step), 0) + (sealed in there)
         world = self.options.nodes * self.options.ranks_per_node
+        numbers = {one.uid: one.attempt for one in state.attempts}
         return any(
-            count == world and state.is_on_lineage(attempt_uid=uid, step=step) for (uid, step), count in whole.items()
+            count == world
+            and state.is_on_lineage(attempt_uid=uid, step=step)
+            and not state.is_tainted(attempt=numbers[uid], step=step)
+            for (uid, step), count in whole.items()
         )
 
     # What befalls machines
+
+    def at(self, point: str) -> None:
+        """Stop who has come to this point, if that is what is to befall the next who does: for a while, or for good."""
+        process = PROCESS.get()
+        if point != self.ambush or process is None or not process.alive:
+            return
+        self.ambush = ""
+        self.trace.sometimes(f"stopped at {point}")
+        self.trace.note("nemesis", f"stops {process.name} at {point}")
+        self.stop(process, self.loop.rng.choice((0.0, self.loop.rng.uniform(1.0, 12.0))))
+
+    def stop(self, process: Process, for_s: float) -> None:
+        """Stop a process for a while; 0: kill it. A trainer does not survive for long, since its launch goes on."""
+        if not for_s:
+            process.kill()
+        elif process.held is None and process.alive:
+            process.pause()
+            self.loop.outside(for_s, lambda: process.resume() if process.held is not None else None)
+        ranks = [rank.process for rank in self.launch.ranks] if self.launch is not None else []
+        if process in ranks:
+            for other in [one for one in ranks if one is not process][:1]:
+                self.loop.outside(0.0, other.kill)
+            self.loop.outside(for_s + self.loop.rng.uniform(0.05, 3.0), process.kill)
 
     def cut_power(self, node: Node) -> None:
         """Kill all on a node, and lose what it can't keep."""

@@ -69,7 +69,7 @@ class ThreadedStore:
 
     async def collect_garbage(self, state: JobState, watch: HoldWatch, *, now_s: float) -> GcPlan:
         """Delete what the log has condemned, but for what readers hold."""
-        return await asyncio.to_thread(_collected, self._store, state, watch, now_s)
+        return await asyncio.to_thread(collected, self._store, state, watch, now_s)
 
     async def digest_uncached(self, key: Key) -> str:
         """Return the digest of an object as the medium has it."""
@@ -81,7 +81,8 @@ def _indexes(store: ObjectStore, state: JobState, seq: int) -> tuple[Index, ...]
     return tuple(read_index(store, manifest, shard) for shard in manifest.shards)
 
 
-def _collected(store: ObjectStore, state: JobState, watch: HoldWatch, now_s: float) -> GcPlan:
+def collected(store: ObjectStore, state: JobState, watch: HoldWatch, now_s: float) -> GcPlan:
+    """Delete what the log has condemned, but for what readers hold by ``watch``; return what that was."""
     plan = survey(store, state, list_holds=lambda: watch.look(store, state.job, now_s=now_s))
     execute(store, plan)
     return plan

@@ -15,7 +15,7 @@ from tests.support.stores import JobBuilder, small_store
 from toprope.store.errors import MissingObjectError, StoreError, UnavailableError
 from toprope.store.fold import JobState
 from toprope.store.gc import GcPlan, execute, survey
-from toprope.store.holds import HoldWatch, holding
+from toprope.store.holds import HoldWatch, holding, in_a_thread
 from toprope.store.log import read_log
 from toprope.store.names import Key, hold_key, holds_prefix, snap_key
 from toprope.store.objects.protocol import ObjectStore
@@ -306,7 +306,7 @@ def test_a_reader_that_may_not_write_works_without_a_hold_and_says_so(monkeypatc
 
 
 def beat_for_ever(store: ObjectStore, job: JobBuilder, then: Callable[[], None]) -> None:
-    with holding(store, job.log.state, 4, beat_s=0.001):
+    with holding(store, job.log.state, 4, beating=partial(in_a_thread, every_s=0.001)):
         then()
 
 

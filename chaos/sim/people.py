@@ -1,0 +1,187 @@
+"""People and their commands: readers that hold a READY while they read it, and changes of the job.
+
+Readers run the real ``holding_choice`` and read as an export does, one call of the store after another. A change goes
+to a coordinator that answers; else its command is elected for the moment, by the real ``append_in_passing``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import TYPE_CHECKING
+
+from toprope.chaos.sim.loop import Process
+from toprope.chaos.sim.net import NetError
+from toprope.chaos.sim.threads import nap
+from toprope.store.changes import Change, ChangeAnswer, ChangeRequest, append_in_passing, checked
+from toprope.store.checkpoint import read_index, read_manifest
+from toprope.store.errors import CkptError, MissingObjectError, UsageError
+from toprope.store.files import image_chunks
+from toprope.store.fold import JobState
+from toprope.store.holds import holding_choice
+from toprope.store.log import read_on
+from toprope.store.records import Pin, Retire, Taint, Unpin
+from toprope.store.snap import newest_snap
+
+if TYPE_CHECKING:
+    from toprope.chaos.sim.coordinator import Host
+    from toprope.chaos.sim.world import World
+
+_BEAT_S = 1.5
+_DAWDLES_S = 4.0
+_ASK_S = 3.0
+
+
+class Reader:
+    """One process that reads a checkpoint, slowly."""
+
+    def __init__(self, world: World, number: int) -> None:
+        self.process = Process(world.loop, f"reader{number}")
+        self._world = world
+
+    def start(self) -> None:
+        """Begin."""
+        self.process.start(self._life())
+
+    async def _life(self) -> None:
+        try:
+            await self._world.loop.stepwise(self._read)
+        except CkptError as error:
+            self._world.trace.note(self.process.name, f"ends: {error}")
+        self.process.kill()
+
+    def _read(self) -> None:
+        world, rng = self._world, self._world.loop.rng
+        store, oracle, name = world.store, world.oracle, self.process.name
+        oldest = rng.random() < 0.7  # noqa: PLR2004 - what is likely to be retired soon
+
+        def choose(state: JobState) -> int:
+            there = [seq for seq, _ in state.restorable()]
+            if not there:
+                raise UsageError("there is nothing to read")
+            return there[-1] if oldest else there[0]
+
+        holds = True
+
+        def without(_: str) -> None:
+            nonlocal holds
+            holds = False
+
+        log = read_on(store, newest_snap(store, world.job))
+        with holding_choice(store, log, choose, say=without, beating=self._beating) as held:
+            seq = choose(held)
+            world.trace.note(name, f"reads READY {seq}, {'with' if holds else 'without'} a hold")
+            try:
+                manifest, _ = read_manifest(store, held, seq)
+                for shard in manifest.shards:
+                    nap(rng.uniform(0.0, _DAWDLES_S))
+                    index = read_index(store, manifest, shard)
+                    image = b"".join(image_chunks(store, index))
+                    oracle.on_read(name, held.readies[seq], shard.rank, image)
+            except MissingObjectError as error:
+                oracle.on_missing(name, seq, str(error), held=holds)
+                return
+        world.trace.sometimes("a reader read a checkpoint")
+
+    @contextlib.contextmanager
+    def _beating(self, beat: Callable[[], None]) -> Iterator[None]:
+        loop, ends = self._world.loop, False
+
+        async def beat_on() -> None:
+            while True:
+                await asyncio.sleep(_BEAT_S)
+                if ends:
+                    return
+                await loop.stepwise(beat)
+
+        task = self.process.begun(beat_on())
+        try:
+            yield
+        finally:
+            ends = True
+            while not task.done():
+                nap(_BEAT_S / 4)
+
+
+class Command:
+    """One command that changes the job; ``make`` draws the change from the log as it finds it."""
+
+    def __init__(self, world: World, number: int, make: Callable[[JobState], Change | None]) -> None:
+        self.process = Process(world.loop, f"command{number}")
+        self._world = world
+        self._make = make
+
+    def start(self) -> None:
+        """Begin."""
+        self.process.start(self._life())
+
+    async def _life(self) -> None:
+        world, loop = self._world, self._world.loop
+        try:
+            state = await loop.stepwise(lambda: read_on(world.store, newest_snap(world.store, world.job)))
+            change = self._make(state)
+            if change is not None and not await self._asked(state, change):
+                work = partial(append_in_passing, world.store, world.job, self._made_now, purpose="change")
+                _, seq = await loop.stepwise(work)
+                if seq is not None:
+                    world.trace.sometimes("a command was elected for the moment")
+        except (CkptError, NetError) as error:
+            world.trace.note(self.process.name, f"ends: {error}")
+        self.process.kill()
+
+    async def _asked(self, state: JobState, change: Change) -> bool:
+        """Ask a coordinator, if one answers; say whether it does."""
+        world = self._world
+        if world.loop.rng.random() < 0.4:  # noqa: PLR2004 - as when it can't be reached from here
+            return False
+        request = ChangeRequest(job_uid=state.job_uid, change=change)
+
+        async def ask(host: Host) -> ChangeAnswer:
+            return await host.change(request)
+
+        answer = await world.ask_coordinator(self.process.name, state.url, ask, timeout_s=_ASK_S)
+        if answer.seq is not None:
+            world.trace.sometimes("a coordinator changed the job")
+        return True
+
+    def _made_now(self, state: JobState) -> Change | None:
+        change = self._make(state)
+        return None if change is None else checked(state, change)
+
+
+def pin(state: JobState) -> Change | None:
+    """Pin the oldest READY, or let go the one that is pinned."""
+    if state.pins:
+        return Unpin(seq=min(state.pins))
+    return Pin(seq=state.live[0]) if state.live else None
+
+
+def retire(state: JobState) -> Change | None:
+    """Retire by hand the READY that is oldest and not the newest; it may be needed, and then this is refused."""
+    return Retire(seqs=(state.live[0],)) if len(state.live) > 1 else None
+
+
+def taint(state: JobState) -> Change | None:
+    """Taint the newest READY, unless nothing is left then."""
+    restorable = state.restorable()
+    if len(restorable) < 2:  # noqa: PLR2004 - one to taint and one to go back to
+        return None
+    ready = restorable[0][1]
+    return Taint(attempt=ready.attempt, from_step=ready.step, to_step=ready.step, reason="a person does not like it")
+
+
+def roll_back(attempt: int) -> Callable[[JobState], Change | None]:
+    """Taint the newest READY and all after it in the attempt that is current now."""
+
+    def make(state: JobState) -> Change | None:
+        restorable = state.restorable()
+        if state.attempt_number != attempt or len(restorable) < 2:  # noqa: PLR2004 - as above
+            return None
+        ready = restorable[0][1]
+        if ready.attempt != attempt or state.is_ended(attempt):
+            return None
+        return Taint(attempt=attempt, from_step=ready.step, to_step=None, reason="a person goes back")
+
+    return make
