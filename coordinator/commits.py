@@ -93,31 +93,57 @@ class Commits:
         if not step:
             return []
         receipts = tuple(book[step, rank] for rank in range(self.attempt.world_size))
-        if damage := readiness.spoiled(receipts, self.found):
+        others = self._rested_on(receipts)
+        if damage := readiness.spoiled((*receipts, *others), self.found):
             self.dead[step] = damage
             return [Say(level="error", text=f"step {step} can't become READY: {damage}")]
         if now_s < self.not_before_s:
             return []
-        if all(receipt.copy.key in self.found for receipt in receipts):
+        if all(receipt.copy.key in self.found for receipt in (*receipts, *others)):
             self.committing = step
-            return [Commit(intent=self._intent(step, receipts))]
+            return [Commit(intent=self._intent(step, receipts, others))]
         tasks = self.tasks(readers=readers, now_s=now_s)
         here = [task for task in tasks if task.node == HERE and task.key not in self.reading_here]
         self.reading_here.update(task.key for task in here)
         return [ReadBackHere(task=task) for task in here]
 
-    def _intent(self, step: int, receipts: tuple[Receipt, ...]) -> CommitStep:
+    def _intent(self, step: int, receipts: tuple[Receipt, ...], others: tuple[Receipt, ...]) -> CommitStep:
         assert self.attempt is not None
-        return CommitStep(attempt=self.attempt.attempt, attempt_uid=self.attempt.uid, step=step, receipts=receipts)
+        return CommitStep(
+            attempt=self.attempt.attempt,
+            attempt_uid=self.attempt.uid,
+            step=step,
+            receipts=receipts,
+            others=others,
+        )
 
     def tasks(self, *, readers: Sequence[str], now_s: float) -> tuple[ReadBackTask, ...]:
         """Return who is to read back what of the step under way; when nobody did in time the coordinator is to."""
         if self.attempt is None or not self.under_way or self.under_way in self.dead:
             return ()
         book = self._book()
-        receipts = [book[self.under_way, rank] for rank in range(self.attempt.world_size)]
+        receipts = tuple(book[self.under_way, rank] for rank in range(self.attempt.world_size))
         slow = now_s - self.under_way_since_s >= self.read_back_deadline_s
-        return readiness.assign(receipts, () if slow else readers, done=self.found)
+        return readiness.assign((*receipts, *self._rested_on(receipts)), () if slow else readers, done=self.found)
 
     def _book(self) -> dict[tuple[int, int], Receipt]:
-        return {at: by_key[min(by_key)] for at, by_key in sorted(self.receipts.items())}
+        """Return a receipt for each step and rank: one that rests on nothing of which there is no receipt."""
+        written = {(step, key) for (step, _), by_key in self.receipts.items() for key in by_key}
+        book = {}
+        for at, by_key in sorted(self.receipts.items()):
+            usable = (one for one in by_key.values() if all((at[0], key) in written for key in one.copy.rests_on))
+            chosen = min(usable, key=lambda one: one.copy.key, default=None)
+            if chosen is not None:
+                book[at] = chosen
+        return book
+
+    def _rested_on(self, receipts: Sequence[Receipt]) -> tuple[Receipt, ...]:
+        """Return the receipts of the same step that these rest on and that are not among them."""
+        among = {one.copy.key for one in receipts}
+        wanted = {(one.copy.step, key) for one in receipts for key in one.copy.rests_on if key not in among}
+        return tuple(
+            one
+            for (step, _), by_key in sorted(self.receipts.items())
+            for key, one in sorted(by_key.items())
+            if (step, key) in wanted
+        )

@@ -13,7 +13,7 @@ from toprope.coordinator.readiness import Receipt
 from toprope.store.checkpoint import check_places
 from toprope.store.errors import CorruptObjectError, UsageError
 from toprope.store.fold import JobState
-from toprope.store.incremental import unfounded
+from toprope.store.incremental import Grounds
 from toprope.store.manifest import Index, Manifest, Shard
 from toprope.store.names import Key, index_key
 from toprope.store.records import Attempt, AttemptFacts, Held, Job, Ready, Struck
@@ -53,12 +53,16 @@ class OpenAttempt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommitStep:
-    """Make a step READY whose shards all have been read back; ``receipts`` are in order of rank."""
+    """Make a step READY whose shards all have been read back; ``receipts`` are in order of rank.
+
+    ``others`` were read back too, because what the shards name lies in them: uploads that were repeated since.
+    """
 
     attempt: int
     attempt_uid: str
     step: int
     receipts: tuple[Receipt, ...]
+    others: tuple[Receipt, ...] = ()
 
 
 def make_spec(state: JobState, *, spec_sha256: str) -> Job | None:
@@ -89,12 +93,14 @@ def make_attempt(state: JobState, intent: OpenAttempt, *, spec_sha256: str, fact
 
 
 def index_keys(state: JobState, intent: CommitStep) -> tuple[Key, ...]:
-    """Return the keys of the indexes of a step, computed: nothing is read because a node says that it lies there.
+    """Return the keys of the indexes of a step, of its receipts and then of the others.
+
+    They are computed: nothing is read because a node says that it lies there.
 
     Raises:
         CorruptObjectError: a receipt names another key.
     """
-    return tuple(_index_key(state, intent, receipt) for receipt in intent.receipts)
+    return tuple(_index_key(state, intent, receipt) for receipt in (*intent.receipts, *intent.others))
 
 
 def _index_key(state: JobState, intent: CommitStep, receipt: Receipt) -> Key:
@@ -121,31 +127,21 @@ def make_manifest(
 ) -> Manifest | str:
     """Return the manifest of a step, or what is wrong with an index: it must say what its receipt says.
 
-    What it names of older files must be what its base names: ``bases`` are the indexes of those READYs, by seq.
+    What it names of other files must be what their indexes name: ``indexes`` are those of the step, the others last,
+    and ``bases`` those of the READYs that it rests on, by seq.
 
     Raises:
         CorruptObjectError: an index does not name files in which what it names can lie.
     """
-    for receipt, index in zip(intent.receipts, indexes, strict=True):
-        copy = receipt.copy
-        said = (index.job_uid, index.attempt, index.attempt_uid, index.step, index.rank, index.world)
-        wanted = (state.job_uid, intent.attempt, intent.attempt_uid, intent.step, copy.rank, len(intent.receipts))
-        if said != wanted:
-            return f"index {copy.index_key} is of (job, attempt, uid, step, rank, world) {said}, expected {wanted}"
-        found = (
-            index.bytes,
-            index.digest,
-            *((file.key, file.stored_bytes, file.stored_digest) for file in index.files[:1]),
-        )
-        expected = (copy.bytes, copy.digest, (copy.key, copy.stored_bytes, copy.stored_digest))
-        if found != expected:
-            return f"index {copy.index_key} names {found}, its receipt {expected}"
-        check_places(index, job=state.job, key=Key(copy.index_key))
-        base = None if index.base is None else bases[index.base]
-        if base is not None and len(base) != index.world:
-            return f"index {copy.index_key} rests on READY {index.base} of {len(base)} ranks; expected {index.world}"
-        if why := unfounded(index, None if base is None else base[index.rank]):
-            return f"index {copy.index_key}: {why}"
+    receipts = (*intent.receipts, *intent.others)
+    for receipt, index in zip(receipts, indexes, strict=True):
+        if why := _disagreement(state, intent, receipt, index):
+            return why
+        check_places(index, job=state.job, key=Key(receipt.copy.index_key))
+    grounds = Grounds(indexes, bases)
+    for receipt, index in zip(intent.receipts, indexes, strict=False):
+        if why := grounds.unfounded(index):
+            return f"index {receipt.copy.index_key}: {why}"
     return Manifest(
         job=state.job,
         job_uid=state.job_uid,
@@ -165,6 +161,23 @@ def make_manifest(
             for receipt in intent.receipts
         ),
     )
+
+
+def _disagreement(state: JobState, intent: CommitStep, receipt: Receipt, index: Index) -> str | None:
+    copy = receipt.copy
+    said = (index.job_uid, index.attempt, index.attempt_uid, index.step, index.rank, index.world)
+    wanted = (state.job_uid, intent.attempt, intent.attempt_uid, intent.step, copy.rank, len(intent.receipts))
+    if said != wanted:
+        return f"index {copy.index_key} is of (job, attempt, uid, step, rank, world) {said}, expected {wanted}"
+    found = (
+        index.bytes,
+        index.digest,
+        *((file.key, file.stored_bytes, file.stored_digest) for file in index.files[:1]),
+    )
+    expected = (copy.bytes, copy.digest, (copy.key, copy.stored_bytes, copy.stored_digest))
+    if found != expected:
+        return f"index {copy.index_key} names {found}, its receipt {expected}"
+    return None
 
 
 def make_ready(

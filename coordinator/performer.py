@@ -374,7 +374,9 @@ class Coordinator:
             manifest.decode(
                 await self._ports.store.read_index(key), Index, key=key, expected_sha256=receipt.copy.index_sha256
             )
-            for receipt, key in zip(intent.receipts, index_keys(self._log.state, intent), strict=True)
+            for receipt, key in zip(
+                (*intent.receipts, *intent.others), index_keys(self._log.state, intent), strict=True
+            )
         ]
         state = self._log.state
         seqs = sorted({index.base for index in indexes if index.base is not None})

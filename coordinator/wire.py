@@ -19,7 +19,7 @@ from typing import Any, Literal, TypeAlias, TypeVar
 
 import msgspec
 
-FORMAT = 1
+FORMAT = 2
 MAX_INVENTORY_BYTES = 256 * 1024
 MAX_DESIRED_BYTES = 16 * 1024 * 1024
 MAX_OPEN_BYTES = 16 * 1024 * 1024
@@ -76,7 +76,8 @@ class Copy(_Document, frozen=True, kw_only=True):
 
     ``bytes`` and ``digest`` are those of the rank's whole image in each tier. ``key`` (local path or object key),
     ``nonce``, ``index_key`` and ``index_sha256`` are set for tier object, and ``stored_bytes`` and ``stored_digest``:
-    those of the object ``key`` as it lies there, which may be packed, or hold only what is new.
+    those of the object ``key`` as it lies there, which may be packed, or hold only what is new. ``rests_on`` are the
+    keys of objects of other ranks, written for the same step, that hold tensors of this one.
     """
 
     attempt: int
@@ -93,6 +94,7 @@ class Copy(_Document, frozen=True, kw_only=True):
     index_sha256: str = ""
     stored_bytes: int = 0
     stored_digest: str = ""
+    rests_on: tuple[str, ...] = ()
 
 
 class Skip(_Document, frozen=True, kw_only=True):
@@ -284,6 +286,10 @@ class DocumentError(Exception):
     """A document that is too long, not JSON, or not of this format."""
 
 
+class _Peek(msgspec.Struct, frozen=True):
+    format: int | None = None
+
+
 _D = TypeVar("_D", Inventory, Presence, Desired, OpenRequest, OpenAnswer)
 
 
@@ -301,9 +307,12 @@ def decode(body: bytes, kind: type[_D], *, limit: int) -> _D:
     if len(body) > limit:
         raise DocumentError(f"{kind.__name__} of {len(body)} bytes; the limit is {limit}")
     try:
-        document = msgspec.json.decode(body, type=kind)
+        said = msgspec.json.decode(body, type=_Peek).format
+        if said not in (None, FORMAT):
+            raise DocumentError(
+                f"{kind.__name__} of format {said}, and this version speaks format {FORMAT}: "
+                "run the same version of Toprope on all nodes and in the coordinator"
+            )
+        return msgspec.json.decode(body, type=kind)
     except msgspec.DecodeError as error:
         raise DocumentError(f"not a {kind.__name__} of format {FORMAT}: {error}") from error
-    if getattr(document, "format", FORMAT) != FORMAT:
-        raise DocumentError(f"{kind.__name__} of another format; this version speaks format {FORMAT}")
-    return document

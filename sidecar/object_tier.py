@@ -1,4 +1,7 @@
-"""The object tier: what is new of a shard and its index, as two write-once objects; the receipt comes back. Blocks."""
+"""The object tier: what is new of a shard and its index, as two write-once objects; the receipt comes back. Blocks.
+
+New is what neither the newest READY has of the same rank nor another rank of this node stores for the same step.
+"""
 
 from __future__ import annotations
 
@@ -6,28 +9,34 @@ import contextlib
 import logging
 import threading
 import time
+from collections.abc import Callable, Mapping
+from typing import TypeVar
 
 import msgspec
 
 from toprope.coordinator.wire import Copy, ReadBack, ReadBackTask
-from toprope.sidecar.packing import Codec, Packer, packed_gently
+from toprope.sidecar.packing import Codec, Packer, pack_gently
+from toprope.sidecar.siblings import Borrowed, Siblings
 from toprope.sidecar.values import Shard
 from toprope.store import manifest
 from toprope.store.checkpoint import read_index, read_manifest
-from toprope.store.digest import digest as digest_of_bytes
+from toprope.store.codec import most_packed_bytes
 from toprope.store.digest import digest_of_object
 from toprope.store.errors import AlreadyExistsError, CkptError, CorruptObjectError, LogCorruptError, MissingObjectError
 from toprope.store.fold import JobState
-from toprope.store.incremental import Base, PartFile, checked_digest, index_of_parts, kept_tensors, part_file
+from toprope.store.incremental import Base, PartFile, Placed, checked_digest, index_of_parts, kept_tensors, part_file
 from toprope.store.log import glance
 from toprope.store.manifest import File, Index, Packed
-from toprope.store.names import Key, index_key, shard_key
+from toprope.store.names import Key, index_key, shard_key, step_prefix
 from toprope.store.objects.protocol import ObjectStore
 from toprope.store.shard import HashedImage, hash_image, index_of
 from toprope.store.spool import mapped, spool
 
 SMALL_BYTES = 32 * 1024 * 1024
-"""A part file of so many bytes is put together in memory, a larger one in a spool."""
+"""A file of so many bytes is put together in memory, a larger one in a spool."""
+
+T = TypeVar("T")
+Write = Callable[[bytes | memoryview], object]
 
 log = logging.getLogger("toprope.sidecar")
 
@@ -36,13 +45,20 @@ class DamagedError(Exception):
     """The image to store is not the one that was hashed."""
 
 
+class _NoRoomError(Exception):
+    """There is no room to put a file together."""
+
+
 class ObjectTier:
     """Stores the shards of one job. Its calls block, and may come from several threads."""
 
-    def __init__(self, store: ObjectStore, job: str, *, codec: Codec = "auto") -> None:
+    def __init__(
+        self, store: ObjectStore, job: str, *, codec: Codec = "auto", siblings: Siblings | None = None
+    ) -> None:
         self._store = store
         self._job = job
         self._packer = Packer(codec)
+        self._siblings = siblings or Siblings()
         self._state = JobState(job=job)
         self._reason = ""
         self._mutex = threading.Lock()
@@ -58,21 +74,35 @@ class ObjectTier:
         if hashed.digest != shard.digest:
             raise DamagedError(f"the slot's digest is {hashed.digest} and was {shard.digest} when it was hashed")
         whole = index_of(hashed, key=self._key(shard, nonce, packed=False))
-        index = self._put_part(shard, image, hashed, whole, nonce=nonce)
-        if index is None:
-            file = self._write(shard, image, whole.digest, nonce=nonce)
-            index = msgspec.structs.replace(whole, files=(file,))
-        return self._write_index(shard, index, nonce=nonce)
+        base = self._base_of(shard)
+        kept = {} if base is None else self._kept(whole, base)
+        with self._siblings.turn(shard, whole, base, kept) as (turn, borrowed):
+            index = None
+            if kept or borrowed.turns:
+                index = self._put_part(shard, image, hashed, whole, (kept, borrowed), nonce=nonce)
+            if index is None:
+                file = self._write(shard, image, whole.digest, nonce=nonce)
+                index = msgspec.structs.replace(whole, files=(file,))
+            elif any(not self._is_of_step(file, shard) for file in index.files):
+                assert base is not None
+                index = msgspec.structs.replace(index, base=base.seq)
+            receipt = self._write_index(shard, index, nonce=nonce)
+            turn.index = index
+        return receipt
 
     def _put_part(
-        self, shard: Shard, image: memoryview, hashed: HashedImage, whole: Index, *, nonce: str
+        self,
+        shard: Shard,
+        image: memoryview,
+        hashed: HashedImage,
+        whole: Index,
+        elsewhere: tuple[Mapping[str, Placed], Borrowed],
+        *,
+        nonce: str,
     ) -> Index | None:
         """Write a file of what is new of the image, and return the index; None if it is to be stored whole."""
-        base = self._base_of(shard)
-        kept = {} if base is None else kept_tensors(whole, base.index)
-        if base is None or not kept:
-            return None
-        part = part_file(image, hashed, kept=kept)
+        kept, borrowed = elsewhere
+        part = part_file(image, hashed, kept=kept.keys() | borrowed.turns.keys())
         with contextlib.ExitStack() as room:
             body = _put_together(part, room)
             if body is None:
@@ -82,7 +112,10 @@ class ObjectTier:
                 raise DamagedError("the slot changed while what is new of it was put together")
             file = self._write(shard, body, digest, nonce=nonce)
             del body
-        return index_of_parts(whole, base, kept=kept, part=part, file=file)
+        return index_of_parts(whole, {**kept, **borrowed.placed()}, part=part, file=file)
+
+    def _is_of_step(self, file: File, shard: Shard) -> bool:
+        return file.key.startswith(step_prefix(self._job, attempt=shard.attempt, step=shard.step))
 
     def _key(self, shard: Shard, nonce: str, *, packed: bool) -> Key:
         return shard_key(
@@ -101,15 +134,26 @@ class ObjectTier:
         if decision.reason != self._reason:
             self._reason = decision.reason
             log.info("uploads are %s: %s", "packed" if decision.pack else "not packed", decision.reason)
-        if not decision.pack:
-            self._upload(self._key(shard, nonce, packed=False), raw)
-            return File(key=self._key(shard, nonce, packed=False), bytes=len(raw), digest=digest)
-        packed = packed_gently(raw)
-        if packed.raw_digest != digest:
-            raise DamagedError(f"what was packed has digest {packed.raw_digest}; expected {digest}")
-        key = self._key(shard, nonce, packed=True)
-        stored = Packed(codec="zstd", bytes=len(packed.body), digest=digest_of_bytes(packed.body))
-        self._upload(key, memoryview(packed.body))
+        if decision.pack:
+            try:
+                return self._write_packed(shard, raw, digest, nonce=nonce)
+            except _NoRoomError as error:
+                log.warning("a file of rank %d is stored unpacked: %s", shard.rank, error)
+        key = self._key(shard, nonce, packed=False)
+        self._upload(key, raw)
+        return File(key=key, bytes=len(raw), digest=digest)
+
+    def _write_packed(self, shard: Shard, raw: memoryview, digest: str, *, nonce: str) -> File:
+        with contextlib.ExitStack() as room:
+            body, packed = _gathered(
+                lambda write: pack_gently(raw, write), most_bytes=most_packed_bytes(len(raw)), room=room
+            )
+            if packed.raw_digest != digest:
+                raise DamagedError(f"what was packed has digest {packed.raw_digest}; expected {digest}")
+            key = self._key(shard, nonce, packed=True)
+            self._upload(key, body)
+            del body
+        stored = Packed(codec="zstd", bytes=packed.bytes, digest=packed.digest)
         return File(key=key, bytes=len(raw), digest=digest, packed=stored)
 
     def _upload(self, key: Key, body: memoryview) -> None:
@@ -133,12 +177,13 @@ class ObjectTier:
             index_sha256=sha256,
             stored_bytes=new.stored_bytes,
             stored_digest=new.stored_digest,
+            rests_on=tuple(file.key for file in index.files[1:] if self._is_of_step(file, shard)),
         )
 
     # What may be pointed into
 
     def _base_of(self, shard: Shard) -> Base | None:
-        """Return the index of the same rank in head, the newest READY; None if there is none of that world.
+        """Return the index of the same rank in the newest READY to be trusted; None if there is none of that world.
 
         A hint: whether it may be pointed into is decided when the step is to become READY.
         """
@@ -148,30 +193,70 @@ class ObjectTier:
             except LogCorruptError:
                 self._state = JobState(job=self._job)  # what it was read from may be gone
                 return None
-        if state.head is None or state.head in state.retired:
+        trusted = state.restorable()
+        if not trusted:
             return None
+        seq, _ = trusted[0]
         try:
-            ready, _ = read_manifest(self._store, state, state.head)
+            ready, _ = read_manifest(self._store, state, seq)
             if ready.world != shard.world:
                 return None
-            return Base(seq=state.head, index=read_index(self._store, ready, ready.shards[shard.rank]))
+            return Base(seq=seq, index=read_index(self._store, ready, ready.shards[shard.rank]))
         except (CorruptObjectError, MissingObjectError) as error:
-            log.warning("rank %d is stored whole, as READY %d can't be read: %s", shard.rank, state.head, error)
+            log.warning("rank %d is stored whole, as READY %d can't be read: %s", shard.rank, seq, error)
             return None
+
+    def _kept(self, whole: Index, base: Base) -> dict[str, Placed]:
+        """Return what the files of the base have of an image: those that are there and as long as they should be."""
+        kept = kept_tensors(whole, base.index)
+        files = {number: base.index.files[number] for number in {one.file for one in kept.values()}}
+        sound = {number for number, file in sorted(files.items()) if self._is_there(file)}
+        return {name: Placed(file=files[one.file], tensor=one) for name, one in kept.items() if one.file in sound}
+
+    def _is_there(self, file: File) -> bool:
+        try:
+            size = self._store.size(Key(file.key))
+        except (MissingObjectError, CorruptObjectError) as error:
+            log.warning("what was in it is stored anew: %s", error)
+            return False
+        if size != file.stored_bytes:
+            log.warning(
+                "%s has %d bytes, expected %d: what was in it is stored anew", file.key, size, file.stored_bytes
+            )
+        return size == file.stored_bytes
 
 
 def _put_together(part: PartFile, room: contextlib.ExitStack) -> memoryview | None:
     """Return the file, mapped from where ``room`` has it if it is large; None if there is no room."""
-    if part.bytes <= SMALL_BYTES:
-        return memoryview(b"".join(part.pieces))
-    try:
-        file = room.enter_context(spool(part.bytes))
+
+    def write_all(write: Write) -> None:
         for piece in part.pieces:
-            file.write(piece)
-        return room.enter_context(mapped(file))
-    except (CkptError, OSError) as error:
+            write(piece)
+
+    try:
+        body, _ = _gathered(write_all, most_bytes=part.bytes, room=room)
+    except _NoRoomError as error:
         log.warning("a shard is stored whole: what is new of it can't be put together: %s", error)
         return None
+    return body
+
+
+def _gathered(produce: Callable[[Write], T], *, most_bytes: int, room: contextlib.ExitStack) -> tuple[memoryview, T]:
+    """Return what is written as ``produce`` is called, in memory if it is little, and what that returned.
+
+    Raises:
+        _NoRoomError: there is no room for ``most_bytes``.
+    """
+    if most_bytes <= SMALL_BYTES:
+        body = bytearray()
+        made = produce(body.extend)
+        return memoryview(body), made
+    try:
+        file = room.enter_context(spool(most_bytes))
+        made = produce(file.write)
+        return room.enter_context(mapped(file)), made
+    except (CkptError, OSError) as error:
+        raise _NoRoomError(str(error)) from error
 
 
 def read_back(store: ObjectStore, task: ReadBackTask) -> ReadBack:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
@@ -87,15 +88,15 @@ def measure(raw: memoryview) -> Sample:
     for begin in range(0, len(raw), stride):
         part = raw[begin : begin + SAMPLE_BYTES]
         taken += len(part)
-        packed += len(pack(part).body)
+        packed += pack(part, lambda _: None).bytes
     seconds = time.perf_counter() - began_s
     return Sample(ratio=taken / max(1, packed), bytes_per_s=taken / max(seconds, 1e-6))
 
 
-def packed_gently(raw: memoryview) -> PackedBody:
-    """Return a file packed by a thread that leaves the processor to whoever else wants it."""
+def pack_gently(raw: memoryview, write: Callable[[bytes], object]) -> PackedBody:
+    """Write a file packed, by a thread that leaves the processor to whoever else wants it."""
     with ThreadPoolExecutor(1, thread_name_prefix="pack", initializer=_be_nice) as pool:
-        return pool.submit(pack, raw).result()
+        return pool.submit(pack, raw, write).result()
 
 
 def _be_nice() -> None:

@@ -85,10 +85,19 @@ def read_index(store: ObjectStore, manifest: Manifest, shard: Shard) -> Index:
         CorruptObjectError: its bytes are not those that the manifest names, or it does not describe that rank.
         MissingObjectError: it is not there.
     """
+    return index_of_body(index_body(store, manifest, shard), manifest, shard)
+
+
+def index_body(store: ObjectStore, manifest: Manifest, shard: Shard) -> bytes:
+    """Return the bytes of the index of a rank as they lie there, unchecked; raises as ``read_index``."""
+    return read_capped(store, _index_key(manifest, shard), limit=MAX_INDEX_BYTES)
+
+
+def index_of_body(body: bytes, manifest: Manifest, shard: Shard) -> Index:
+    """Return the index of a rank that has these bytes; raises as ``read_index``."""
     key = _index_key(manifest, shard)
     if shard.index_key != key:
         raise CorruptObjectError(f"{key}: the manifest names {shard.index_key!r} instead")
-    body = read_capped(store, key, limit=MAX_INDEX_BYTES)
     index = decode(body, Index, key=key, expected_sha256=shard.index_sha256)
     said = (index.job_uid, index.attempt, index.attempt_uid, index.step, index.rank, index.world)
     expected = (*_identity(manifest), shard.rank, manifest.world)

@@ -45,25 +45,37 @@ class Frame:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedBody:
-    """A packed file, and the digest of what unpacking it has given."""
+    """What was written of a packed file: its length and digest, and the digest of what unpacking it has given."""
 
-    body: bytearray
+    bytes: int
+    digest: str
     raw_digest: str
 
 
-def pack(raw: memoryview, *, frame_bytes: int = FRAME_BYTES) -> PackedBody:
-    """Return a file packed. Each frame was unpacked again, so that what is stored is known to give the digest."""
+def pack(raw: memoryview, write: Callable[[bytes], object], *, frame_bytes: int = FRAME_BYTES) -> PackedBody:
+    """Write a file packed, a frame at a time. Each was unpacked again: what is stored is known to give the digest."""
     compressor = zstandard.ZstdCompressor(level=LEVEL, write_checksum=True, write_content_size=True)
-    body, table, hasher = bytearray(), bytearray(), Hasher()
+    table, raw_hasher, hasher = bytearray(), Hasher(), Hasher()
+    size = 0
     for begin in range(0, len(raw), frame_bytes):
         chunk = raw[begin : begin + frame_bytes]
         frame = compressor.compress(chunk)
-        hasher.update(unpack_frame(frame, size=len(chunk), name="what was just packed"))
-        body += frame
+        raw_hasher.update(unpack_frame(frame, size=len(chunk), name="what was just packed"))
+        hasher.update(frame)
+        write(frame)
+        size += len(frame)
         table += _ENTRY.pack(len(frame), len(chunk))
     footer = _FOOTER.pack(len(table) // _ENTRY.size, 0, _SEEKABLE)
-    body += _OPENING.pack(_SKIPPABLE, len(table) + len(footer)) + table + footer
-    return PackedBody(body=body, raw_digest=hasher.hexdigest())
+    last = _OPENING.pack(_SKIPPABLE, len(table) + len(footer)) + table + footer
+    hasher.update(last)
+    write(last)
+    return PackedBody(bytes=size + len(last), digest=hasher.hexdigest(), raw_digest=raw_hasher.hexdigest())
+
+
+def most_packed_bytes(raw_bytes: int) -> int:
+    """Return how long a packed file of so many bytes can become at the very most, if nothing of it shrinks."""
+    frames = -(-raw_bytes // FRAME_BYTES)
+    return raw_bytes + raw_bytes // 256 + 1024 * (frames + 1)
 
 
 def frames_of(read: ReadRange, *, packed_bytes: int, raw_bytes: int, name: str) -> tuple[Frame, ...]:
@@ -100,16 +112,12 @@ def unpack_frame(body: bytes, *, size: int, name: str) -> bytes:
         CorruptObjectError: it is damaged, or holds more or less.
     """
     try:
-        said = zstandard.get_frame_parameters(body)
-        if said.content_size != size or said.window_size > MAX_FRAME_BYTES or said.dict_id:
-            raise _damaged(name, f"a frame says that it holds {said.content_size} bytes; expected {size}")
-        unpacker = zstandard.ZstdDecompressor(max_window_size=MAX_FRAME_BYTES)
-        raw = unpacker.decompress(body, max_output_size=size, allow_extra_data=False)
+        said = zstandard.get_frame_parameters(body).content_size
+        if said != size:  # zstd sees to it that a frame holds what it says, and no more is built
+            raise _damaged(name, f"a frame says that it holds {said} bytes; expected {size}")
+        return zstandard.ZstdDecompressor().decompress(body, allow_extra_data=False)
     except zstandard.ZstdError as error:
         raise _damaged(name, f"a frame can't be unpacked: {error}") from error
-    if len(raw) != size:
-        raise _damaged(name, f"a frame holds {len(raw)} bytes; expected {size}")
-    return raw
 
 
 def _damaged(name: str, why: str) -> CorruptObjectError:

@@ -1,17 +1,17 @@
 """Incremental shards: which tensors of an image need not be stored again, and the file of those that do. Pure.
 
-A tensor is not stored again if the *base*, the newest READY, has it: same name, dtype, place and digest. A file of
-which under a quarter would still be named is left behind: what was named of it is stored anew, so that what a
-checkpoint keeps alive stays near what it needs.
+A tensor is not stored again if the *base*, the newest READY, has it: same name, dtype, place and digest; nor if
+another rank of the node stores it for the same step. A file of which under a quarter would still be named is left
+behind: what was named of it is stored anew, so that what a checkpoint keeps alive stays near what it needs.
 """
 
 from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgspec
 
@@ -34,6 +34,14 @@ class Base:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Placed:
+    """A tensor, and the file in which it lies."""
+
+    file: File
+    tensor: Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PartFile:
     """A file of those tensors of an image that are new, as pieces to be written one after the other."""
 
@@ -44,8 +52,8 @@ class PartFile:
 
 def kept_tensors(whole: Index, base: Index) -> dict[str, Tensor]:
     """Return the tensors of ``base``, by name, that the image of the index ``whole`` has too and can point to."""
-    wanted = {_content(tensor) for tensor in whole.tensors}
-    same = [tensor for tensor in base.tensors if _content(tensor) in wanted]
+    wanted = {content_of(tensor) for tensor in whole.tensors}
+    same = [tensor for tensor in base.tensors if content_of(tensor) in wanted]
     named_bytes = [0] * len(base.files)
     for tensor in same:
         named_bytes[tensor.file] += tensor.end - tensor.begin
@@ -60,12 +68,16 @@ def kept_tensors(whole: Index, base: Index) -> dict[str, Tensor]:
     return {tensor.name: tensor for tensor in same if tensor.file in worth}
 
 
-def _content(tensor: Tensor) -> tuple[object, ...]:
+Content: TypeAlias = tuple[object, ...]
+
+
+def content_of(tensor: Tensor) -> Content:
+    """Return what makes two tensors one: name, dtype, place in the whole and digest."""
     return tensor.name, tensor.dtype, tensor.shape, tensor.global_shape, tensor.offsets, tensor.digest
 
 
-def _place(index: Index, tensor: Tensor) -> tuple[object, ...]:
-    return index.files[tensor.file], tensor.begin, tensor.end, *_content(tensor)
+def _place(index: Index, tensor: Tensor) -> Content:
+    return index.files[tensor.file], tensor.begin, tensor.end, *content_of(tensor)
 
 
 def part_file(image: memoryview, hashed: HashedImage, *, kept: Iterable[str]) -> PartFile:
@@ -117,34 +129,69 @@ def checked_digest(body: memoryview, part: PartFile, whole: Index) -> str | None
     return file.hexdigest()
 
 
-def index_of_parts(whole: Index, base: Base, *, kept: dict[str, Tensor], part: PartFile, file: File) -> Index:
-    """Return the index of an image of which ``file`` holds what is new, and the files of ``base`` the rest."""
-    numbers = sorted({tensor.file for tensor in kept.values()})
-    renumbered = {number: at for at, number in enumerate(numbers, start=1)}
+def index_of_parts(whole: Index, elsewhere: Mapping[str, Placed], *, part: PartFile, file: File) -> Index:
+    """Return the index of an image of which ``file`` holds what is new; the rest, by name, lies ``elsewhere``."""
+    files = {placed.file.key: placed.file for placed in elsewhere.values()}
+    numbers = {key: at for at, key in enumerate(files, start=1)}
     return msgspec.structs.replace(
         whole,
-        base=base.seq,
         head=Head(file=0, begin=part.places[HEAD][0], end=part.places[HEAD][1], digest=whole.head.digest),
-        files=(file, *(base.index.files[number] for number in numbers)),
+        files=(file, *files.values()),
         tensors=tuple(
-            msgspec.structs.replace(kept[tensor.name], file=renumbered[kept[tensor.name].file])
-            if tensor.name in kept
+            msgspec.structs.replace(elsewhere[tensor.name].tensor, file=numbers[elsewhere[tensor.name].file.key])
+            if tensor.name in elsewhere
             else msgspec.structs.replace(tensor, begin=part.places[tensor.name][0], end=part.places[tensor.name][1])
             for tensor in whole.tensors
         ),
     )
 
 
-def unfounded(index: Index, base: Index | None) -> str | None:
-    """Return what an index names of older files that its base does not name just so; None if there is nothing."""
-    if len(index.files) > 1 and base is None:
-        return f"it names {len(index.files)} files and no base"
-    founded = (
-        set() if base is None else {(base.files[one.file], _content(one), one.begin, one.end) for one in base.tensors}
-    )
-    if index.head.file != 0:
-        return "its header is not in its own file"
-    for one in index.tensors:
-        if one.file > 0 and (index.files[one.file], _content(one), one.begin, one.end) not in founded:
-            return f"its base does not have tensor {one.name[:80]!r} in {index.files[one.file].key}"
-    return None
+class Grounds:
+    """What the indexes of a step may point into.
+
+    That is the new file of any of ``step``, the indexes whose files were read back for this very step, and what a READY
+    names: ``bases`` are the indexes of those READYs, by seq.
+    """
+
+    def __init__(self, step: Iterable[Index], bases: Mapping[int, Sequence[Index]]) -> None:
+        self._new = {one.files[0].key: one for one in step}
+        self._bases = bases
+        self._places: dict[tuple[int, int] | str, frozenset[Content]] = {}
+        self._naming: dict[int, dict[str, list[int]]] = {}
+
+    def unfounded(self, index: Index) -> str | None:
+        """Return what an index names of other files that they are not known to have; None if there is nothing."""
+        if index.head.file != 0:
+            return "its header is not in its own file"
+        if unused := set(range(1, len(index.files))) - {one.file for one in index.tensors}:
+            return f"it names {index.files[min(unused)].key} and nothing in it"
+        for one in index.tensors:
+            if one.file > 0 and not self._is_founded(index, _place(index, one), key=index.files[one.file].key):
+                return f"nothing it may point into has tensor {one.name[:80]!r} in {index.files[one.file].key}"
+        return None
+
+    def _is_founded(self, index: Index, place: Content, *, key: str) -> bool:
+        if (new := self._new.get(key)) is not None:
+            if key not in self._places:
+                self._places[key] = frozenset(_place(new, one) for one in new.tensors if one.file == 0)
+            return place in self._places[key]
+        seq = index.base
+        if seq is None or seq not in self._bases:
+            return False
+        base = self._bases[seq]
+        own = index.rank < len(base) and place in self._places_of(seq, index.rank)
+        return own or any(place in self._places_of(seq, rank) for rank in self._ranks_naming(seq, key))
+
+    def _places_of(self, seq: int, rank: int) -> frozenset[Content]:
+        if (seq, rank) not in self._places:
+            base = self._bases[seq][rank]
+            self._places[seq, rank] = frozenset(_place(base, one) for one in base.tensors)
+        return self._places[seq, rank]
+
+    def _ranks_naming(self, seq: int, key: str) -> Sequence[int]:
+        if seq not in self._naming:
+            naming = self._naming[seq] = {}
+            for rank, base in enumerate(self._bases[seq]):
+                for file in base.files:
+                    naming.setdefault(file.key, []).append(rank)
+        return self._naming[seq].get(key, ())

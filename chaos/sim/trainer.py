@@ -50,12 +50,14 @@ class _NextRoundError(Exception):
 def image_of(attempt: wire.Attempt, *, step: int, rank: int, world: int) -> bytes:
     """Return the state of a rank after a step: other bytes for each attempt, so that a mixture shows.
 
-    Besides what each step changes there is what changes seldom, and what never does.
+    Besides what each step changes there is what changes seldom, what never does, and what all ranks have alike.
     """
     payload = hashlib.sha256(f"{attempt.uid} {step} {rank}".encode()).digest() * 4
     seldom = hashlib.sha256(f"{attempt.uid} {step // 16} {rank}".encode()).digest() * 4
     frozen = hashlib.sha256(f"{rank}".encode()).digest() * 4
-    ends = [len(frozen), len(frozen + seldom), len(frozen + seldom + payload)]
+    alike = hashlib.sha256(f"{attempt.uid} {step // 2}".encode()).digest() * 4
+    data = frozen + seldom + alike + payload
+    ends = [len(frozen), len(frozen + seldom), len(frozen + seldom + alike), len(data)]
     header: dict[str, object] = {
         "__metadata__": {
             "format": "1",
@@ -69,11 +71,12 @@ def image_of(attempt: wire.Attempt, *, step: int, rank: int, world: int) -> byte
         },
         "frozen": {"dtype": "F32", "shape": [len(frozen) // 4], "data_offsets": [0, ends[0]]},
         "seldom": {"dtype": "F32", "shape": [len(seldom) // 4], "data_offsets": ends[:2]},
-        "__document__": {"dtype": "U8", "shape": [len(payload)], "data_offsets": ends[1:]},
+        "alike": {"dtype": "F32", "shape": [len(alike) // 4], "data_offsets": ends[1:3]},
+        "__document__": {"dtype": "U8", "shape": [len(payload)], "data_offsets": ends[2:]},
     }
     text = json.dumps(header, separators=(",", ":")).encode()
     text = text.ljust(-(-len(text) // 256) * 256)
-    return struct.pack("<Q", len(text)) + text + frozen + seldom + payload
+    return struct.pack("<Q", len(text)) + text + data
 
 
 class Pipe:

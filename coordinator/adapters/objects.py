@@ -4,19 +4,51 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
+from collections import OrderedDict
 
 from toprope.coordinator.basing import base_shards, shards_there
-from toprope.store.checkpoint import read_capped, read_index, read_manifest
+from toprope.store.checkpoint import index_body, index_of_body, read_capped, read_manifest
 from toprope.store.digest import digest_of_object
 from toprope.store.errors import AlreadyExistsError
 from toprope.store.fold import JobState
 from toprope.store.gc import GcPlan, execute, survey
 from toprope.store.holds import HoldWatch
-from toprope.store.manifest import MAX_INDEX_BYTES, Index, Shard
+from toprope.store.manifest import MAX_INDEX_BYTES, Index, Manifest, Shard, sha256
 from toprope.store.names import Key
 from toprope.store.objects.protocol import ObjectStore
 from toprope.store.records import Base
 from toprope.store.snap import newest_snap, put_snap
+
+KEPT_INDEX_BYTES = 64 * 1024 * 1024
+"""How much of the indexes that were read is kept: those of a step that became READY are the base of the next one."""
+
+
+class IndexBodies:
+    """Indexes as they were read, by their SHA-256, up to a size in all; the ones used last. Used by many threads."""
+
+    def __init__(self, *, most_bytes: int = KEPT_INDEX_BYTES) -> None:
+        self._most_bytes = most_bytes
+        self._bytes = 0
+        self._bodies: OrderedDict[str, bytes] = OrderedDict()
+        self._mutex = threading.Lock()
+
+    def get(self, named: str) -> bytes | None:
+        """Return the bytes that have this SHA-256, if they are kept."""
+        with self._mutex:
+            if named in self._bodies:
+                self._bodies.move_to_end(named)
+            return self._bodies.get(named)
+
+    def keep(self, body: bytes) -> None:
+        """Keep an index, and let go of others if that is too much."""
+        named = sha256(body)
+        with self._mutex:
+            if named not in self._bodies:
+                self._bodies[named] = body
+                self._bytes += len(body)
+            while self._bytes > self._most_bytes:
+                self._bytes -= len(self._bodies.popitem(last=False)[1])
 
 
 class ThreadedStore:
@@ -24,6 +56,7 @@ class ThreadedStore:
 
     def __init__(self, store: ObjectStore) -> None:
         self._store = store
+        self._bodies = IndexBodies()
 
     async def create_record(self, key: Key, body: bytes) -> None:
         """Create a record of the log."""
@@ -45,7 +78,9 @@ class ThreadedStore:
 
     async def read_index(self, key: Key) -> bytes:
         """Return an index as the medium has it."""
-        return await asyncio.to_thread(read_capped, self._store, key, limit=MAX_INDEX_BYTES, uncached=True)
+        body = await asyncio.to_thread(read_capped, self._store, key, limit=MAX_INDEX_BYTES, uncached=True)
+        self._bodies.keep(body)
+        return body
 
     async def shards(self, state: JobState, seq: int) -> tuple[Shard, ...]:
         """Return the shards of a READY checkpoint by rank, each file of them there and as long as it should be."""
@@ -57,7 +92,7 @@ class ThreadedStore:
 
     async def indexes(self, state: JobState, seq: int) -> tuple[Index, ...]:
         """Return the indexes of a READY checkpoint by rank."""
-        return await asyncio.to_thread(_indexes, self._store, state, seq)
+        return await asyncio.to_thread(_indexes, self._store, state, seq, self._bodies)
 
     async def newest_snap(self, job: str) -> JobState:
         """Return the newest fold of the log that is kept, or that of no records."""
@@ -76,9 +111,17 @@ class ThreadedStore:
         return await asyncio.to_thread(digest_of_object, self._store, key, uncached=True)
 
 
-def _indexes(store: ObjectStore, state: JobState, seq: int) -> tuple[Index, ...]:
+def _indexes(store: ObjectStore, state: JobState, seq: int, bodies: IndexBodies) -> tuple[Index, ...]:
     manifest, _ = read_manifest(store, state, seq)
-    return tuple(read_index(store, manifest, shard) for shard in manifest.shards)
+    return tuple(_index(store, manifest, shard, bodies) for shard in manifest.shards)
+
+
+def _index(store: ObjectStore, manifest: Manifest, shard: Shard, bodies: IndexBodies) -> Index:
+    body = bodies.get(shard.index_sha256)
+    if body is None:
+        body = index_body(store, manifest, shard)
+        bodies.keep(body)
+    return index_of_body(body, manifest, shard)
 
 
 def collected(store: ObjectStore, state: JobState, watch: HoldWatch, now_s: float) -> GcPlan:

@@ -14,7 +14,7 @@ from tests.support.fake_store import FakeStore
 from tests.support.reigns import JOB, SPEC, FakeNode, copy_of
 from tests.support.stores import JobBuilder, adapter_image
 
-from toprope.coordinator.adapters.objects import ThreadedStore
+from toprope.coordinator.adapters.objects import IndexBodies, ThreadedStore
 from toprope.coordinator.config import Config
 from toprope.coordinator.intents import CommitStep, make_ready
 from toprope.coordinator.log import Log
@@ -222,6 +222,49 @@ async def test_a_step_that_points_into_an_older_ready_is_ready_when_only_what_is
     assert [file.key for file in index.files] == [new.key, old.key]
     assert index.base == min(state.live)
     assert [verify_checkpoint(live.store, state, seq).damages for seq in state.live] == [(), ()]
+
+
+async def test_the_indexes_of_a_base_are_not_fetched_again_for_each_step() -> None:
+    class Counting(FakeStore):
+        indexes = 0
+
+        def read(self, key: Key, *, start: int = 0, length: int | None = None, uncached: bool = False) -> bytes:
+            self.indexes += ".index." in key
+            return super().read(key, start=start, length=length, uncached=uncached)
+
+    store = Counting()
+    builder = JobBuilder(store, image=adapter_image, codec="none").begin()
+    seq = builder.checkpoint(10)
+    threaded = ThreadedStore(store)
+    store.indexes = 0
+    first = await threaded.indexes(builder.log.state, seq)
+    asked = store.indexes
+    assert asked >= len(first) == 2
+    assert await threaded.indexes(builder.log.state, seq) == first
+    assert store.indexes == asked
+
+
+async def test_what_was_read_to_make_a_step_ready_is_known_when_it_is_the_base() -> None:
+    store = FakeStore()
+    builder = JobBuilder(store, image=adapter_image, codec="none").begin()
+    threaded = ThreadedStore(store)
+    seq = builder.checkpoint(10)
+    for key in [key for key in store.objects if ".index." in key]:
+        await threaded.read_index(key)
+        store.objects[key] = b"lost"
+    assert [index.rank for index in await threaded.indexes(builder.log.state, seq)] == [0, 1]
+
+
+def test_no_more_of_the_indexes_is_kept_than_the_limit_and_the_last_ones_stay() -> None:
+    bodies = IndexBodies(most_bytes=250)
+    made = [bytes([number]) * 100 for number in range(4)]
+    for body in made:
+        bodies.keep(body)
+        assert bodies.get(manifest.sha256(made[0])) in {made[0], None}
+    kept = [bodies.get(manifest.sha256(body)) for body in made]
+    assert kept == [made[0], None, None, made[3]]
+    bodies.keep(bytes(251))
+    assert bodies.get(manifest.sha256(bytes(251))) is None
 
 
 @pytest.mark.parametrize("lie", ["bytes", "base", "unknown", "own"])

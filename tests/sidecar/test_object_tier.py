@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tracemalloc
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -11,20 +12,22 @@ from typing import NoReturn
 
 import pytest
 from tests.support.fake_store import FakeStore
-from tests.support.stores import JobBuilder, adapter_image
+from tests.support.stores import JobBuilder, adapter_image, safetensors_image
 
 from toprope.coordinator.wire import Copy
 from toprope.sidecar import object_tier
 from toprope.sidecar.object_tier import DamagedError, ObjectTier
-from toprope.sidecar.packing import Codec, Decision, Packer, Sample, decide, measure, packed_gently
+from toprope.sidecar.packing import Codec, Decision, Packer, Sample, decide, measure, pack_gently
 from toprope.sidecar.values import Shard
 from toprope.store.checkpoint import read_index_at
-from toprope.store.codec import PackedBody
+from toprope.store.codec import FRAME_BYTES, PackedBody
 from toprope.store.digest import digest
 from toprope.store.errors import CkptError, UnavailableError
 from toprope.store.files import fill_from_image, image_chunks
 from toprope.store.incremental import PartFile
 from toprope.store.names import Key
+from toprope.store.records import Taint
+from toprope.store.shard import hash_image
 
 
 def shard_of(image: bytes, *, step: int) -> Shard:
@@ -112,13 +115,13 @@ def test_a_flip_while_it_is_packed_is_found(monkeypatch: pytest.MonkeyPatch) -> 
     store = FakeStore()
     image = bytearray(adapter_image(step=20, rank=0, world=1))
     shard = shard_of(bytes(image), step=20)
-    honest = packed_gently
+    honest = pack_gently
 
-    def flipped(raw: memoryview) -> PackedBody:
+    def flipped(raw: memoryview, write: Callable[[bytes], object]) -> PackedBody:
         image[-3] ^= 1
-        return honest(raw)
+        return honest(raw, write)
 
-    monkeypatch.setattr(object_tier, "packed_gently", flipped)
+    monkeypatch.setattr(object_tier, "pack_gently", flipped)
     with pytest.raises(DamagedError, match="what was packed has digest"):
         ObjectTier(store, "job", codec="zstd").put(shard, memoryview(image), nonce="0a")
     assert store.objects == {}
@@ -144,6 +147,84 @@ def test_a_large_new_part_is_spooled_and_gone_afterwards(monkeypatch: pytest.Mon
     index = read_index_at(builder.store, Key(receipt.index_key))
     assert b"".join(image_chunks(builder.store, index)) == image
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_large_packed_file_is_spooled_in_little_memory_and_gone_afterwards(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    class Sink(FakeStore):
+        def create(self, key: Key, body: bytes | memoryview) -> None:
+            if ".safetensors" in key:
+                self.stored = digest(body), len(body)
+                body = b""
+            super().create(key, body)
+
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    header = hash_image(memoryview(adapter_image(step=10, rank=0, world=1)), name="plain").header
+    large = Random(5).randbytes(5 * FRAME_BYTES)
+    tensors = {"model.large": ("U8", [len(large)], large), "__document__": ("U8", [2], b"{}")}
+    image = safetensors_image(tensors, header.metadata)
+    store = Sink()
+    tracemalloc.start()
+    try:
+        before = tracemalloc.get_traced_memory()[0]
+        tracemalloc.reset_peak()
+        receipt = ObjectTier(store, "job", codec="zstd").put(shard_of(image, step=10), memoryview(image), nonce="0a")
+        extra = tracemalloc.get_traced_memory()[1] - before
+    finally:
+        tracemalloc.stop()
+    assert receipt.key.endswith(".zst")
+    assert store.stored == (receipt.stored_digest, receipt.stored_bytes)
+    assert receipt.stored_bytes > len(large)
+    assert extra < 3 * FRAME_BYTES
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_room_to_pack_it_is_stored_unpacked_and_that_is_said(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(needed_bytes: int) -> NoReturn:
+        raise CkptError(f"no room for {needed_bytes}")
+
+    monkeypatch.setattr(object_tier, "SMALL_BYTES", 0)
+    monkeypatch.setattr(object_tier, "spool", full)
+    store = FakeStore()
+    image = adapter_image(step=10, rank=0, world=1)
+    receipt = ObjectTier(store, "job", codec="zstd").put(shard_of(image, step=10), memoryview(image), nonce="0a")
+    assert store.read(Key(receipt.key)) == image
+    assert (receipt.stored_bytes, receipt.stored_digest) == (len(image), digest(image))
+    assert "a file of rank 0 is stored unpacked: no room for" in caplog.text
+
+
+@pytest.mark.parametrize("harm", ["missing", "cut"])
+def test_what_was_in_a_file_that_is_not_whole_is_stored_anew(harm: str, caplog: pytest.LogCaptureFixture) -> None:
+    store = FakeStore()
+    builder = begun(store)
+    _, first = put(ObjectTier(store, "job"), builder, step=20)
+    old = Key(read_index_at(store, Key(first.index_key)).files[1].key)
+    body = store.objects.pop(old)
+    if harm == "cut":
+        store.objects[old] = body[:-1]
+    image, receipt = put(ObjectTier(store, "job"), builder, step=30)
+    index = read_index_at(store, Key(receipt.index_key))
+    assert (len(index.files), index.base) == (1, None)
+    assert b"".join(image_chunks(store, index)) == image
+    assert old in caplog.text
+    assert "is stored anew" in caplog.text
+
+
+def test_what_is_tainted_is_not_pointed_into_but_what_came_before_it_is() -> None:
+    store = FakeStore()
+    builder = begun(store)
+    builder.checkpoint(20)
+    _, receipt = put(ObjectTier(store, "job"), builder, step=30)
+    assert read_index_at(store, Key(receipt.index_key)).base == 5
+    builder.log.add(Taint(attempt=1, from_step=20, to_step=20, reason="it has rotted"))
+    _, receipt = put(ObjectTier(store, "job"), builder, step=40)
+    assert read_index_at(store, Key(receipt.index_key)).base == 4
+    builder.log.add(Taint(attempt=1, from_step=10, to_step=20, reason="it has rotted"))
+    image, receipt = put(ObjectTier(store, "job"), builder, step=50)
+    assert store.read(Key(receipt.key)) == image
 
 
 def test_a_fresh_sidecar_points_into_what_the_log_says_is_ready() -> None:

@@ -24,6 +24,12 @@ RAW = Random(7).randbytes(700) + bytes(2000) + b"toprope " * 300
 KEY = Key("job/shards/a1/s000000010/rank-00000-of-00001-0a.safetensors.zst")
 
 
+def packed(raw: bytes, frame_bytes: int) -> bytes:
+    body = bytearray()
+    pack(memoryview(raw), body.extend, frame_bytes=frame_bytes)
+    return bytes(body)
+
+
 def packed_file(body: bytes, raw: bytes = RAW) -> File:
     stored = Packed(codec="zstd", bytes=len(body), digest=digest(body))
     return File(key=KEY, bytes=len(raw), digest=digest(raw), packed=stored)
@@ -36,16 +42,17 @@ def reader(body: bytes, raw: bytes = RAW) -> FileReader:
 
 
 def test_zstd_gives_back_the_exact_file(tmp_path: Path) -> None:
-    made = pack(memoryview(RAW), frame_bytes=512)
-    assert made.raw_digest == digest(RAW)
-    (tmp_path / "image.zst").write_bytes(made.body)
+    body = bytearray()
+    made = pack(memoryview(RAW), body.extend, frame_bytes=512)
+    assert (made.bytes, made.digest, made.raw_digest) == (len(body), digest(body), digest(RAW))
+    (tmp_path / "image.zst").write_bytes(body)
     subprocess.run(["zstd", "-q", "-d", "image.zst"], cwd=tmp_path, check=True)
     assert (tmp_path / "image").read_bytes() == RAW
 
 
 @pytest.mark.parametrize("frame_bytes", [1000, len(RAW), FRAME_BYTES])
 def test_each_range_of_a_packed_file_is_read_by_its_frames(frame_bytes: int) -> None:
-    one = reader(bytes(pack(memoryview(RAW), frame_bytes=frame_bytes).body))
+    one = reader(packed(RAW, frame_bytes))
     for begin in range(0, len(RAW), 331):
         for end in (begin, begin + 1, min(begin + 1700, len(RAW)), len(RAW)):
             assert one.read(begin, end) == RAW[begin:end]
@@ -60,7 +67,7 @@ def test_a_range_asks_for_no_more_than_its_frames_and_the_table() -> None:
             return super().read(key, start=start, length=length, uncached=uncached)
 
     raw = Random(1).randbytes(100_000)
-    body = bytes(pack(memoryview(raw), frame_bytes=1000).body)
+    body = packed(raw, 1000)
     store = Counting()
     store.create(KEY, body)
     assert FileReader(store, packed_file(body, raw)).read(50_500, 50_600) == raw[50_500:50_600]
@@ -69,7 +76,7 @@ def test_a_range_asks_for_no_more_than_its_frames_and_the_table() -> None:
 
 def test_every_flipped_byte_of_a_packed_file_changes_its_digest_or_is_refused() -> None:
     raw = RAW[:1500]
-    good = bytes(pack(memoryview(raw), frame_bytes=512).body)
+    good = packed(raw, 512)
     for at in range(len(good)):
         bad = good[:at] + bytes([good[at] ^ (1 << at % 8)]) + good[at + 1 :]
         assert digest(bad) != digest(good)
@@ -91,7 +98,7 @@ def with_table(body: bytes, entries: list[tuple[int, int]]) -> bytes:
     return frames + struct.pack("<II", 0x184D2A5E, len(table) + 9) + table + footer
 
 
-GOOD = bytes(pack(memoryview(RAW), frame_bytes=len(RAW)).body)
+GOOD = packed(RAW, len(RAW))
 FRAME = len(GOOD) - 25
 TABLES = {
     "a frame too long": [(FRAME, MAX_FRAME_BYTES + 1)],
@@ -103,18 +110,68 @@ TABLES = {
 }
 
 
+def frames_in(body: bytes, *, raw_bytes: int = len(RAW)) -> tuple[codec.Frame, ...]:
+    def read(begin: int, end: int) -> bytes:
+        assert 0 <= begin <= end <= len(body), f"bytes {begin} to {end} of {len(body)} were asked for"
+        return body[begin:end]
+
+    return frames_of(read, packed_bytes=len(body), raw_bytes=raw_bytes, name="it")
+
+
 @pytest.mark.parametrize("what", TABLES)
 def test_a_table_that_lies_is_refused_before_a_frame_is_read(what: str) -> None:
-    body = with_table(GOOD, TABLES[what])
-    store = FakeStore()
-    store.create(KEY, body)
     with pytest.raises(CorruptObjectError, match="not a packed file"):
-        frames_of(
-            lambda begin, end: store.read(KEY, start=begin, length=end - begin),
-            packed_bytes=len(body),
-            raw_bytes=len(RAW),
-            name="it",
-        )
+        frames_in(with_table(GOOD, TABLES[what]))
+
+
+def test_a_frame_of_more_than_the_limit_is_refused_even_if_all_adds_up() -> None:
+    assert len(frames_in(with_table(GOOD, [(FRAME, MAX_FRAME_BYTES)]), raw_bytes=MAX_FRAME_BYTES)) == 1
+    with pytest.raises(CorruptObjectError, match=f"a frame of {MAX_FRAME_BYTES + 1} bytes"):
+        frames_in(with_table(GOOD, [(FRAME, MAX_FRAME_BYTES + 1)]), raw_bytes=MAX_FRAME_BYTES + 1)
+
+
+def test_a_table_of_more_entries_than_the_limit_or_than_there_is_room_for_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    body = packed(RAW, 512)
+    for footer in (struct.pack("<IBI", 1 << 20, 0, 0x8F92EAB1), struct.pack("<IBI", entries_of(body), 1, 0x8F92EAB1)):
+        with pytest.raises(CorruptObjectError, match="does not end with a seek table"):
+            frames_in(body[:-9] + footer)
+    monkeypatch.setattr(codec, "MAX_FRAMES", entries_of(body))
+    assert len(frames_in(body)) == entries_of(body)
+    monkeypatch.setattr(codec, "MAX_FRAMES", entries_of(body) - 1)
+    with pytest.raises(CorruptObjectError, match="does not end with a seek table"):
+        frames_in(body)
+
+
+@pytest.mark.parametrize("at", [-25, -21])
+def test_a_table_without_its_beginning_is_refused(at: int) -> None:
+    body = bytearray(GOOD)
+    body[at] ^= 1
+    with pytest.raises(CorruptObjectError, match="its seek table has no beginning"):
+        frames_in(bytes(body))
+
+
+def frame(*, dictionary: bytes = b"", says: int = 5, after: bytes = b"") -> bytes:
+    """A frame that holds ``hello`` as it is, and says what it is told to."""
+    descriptor = 0x80 | len(dictionary)  # four bytes for its length; 1: a dictionary of one byte's number
+    head = struct.pack("<IBB", 0xFD2FB528, descriptor, 10 << 3) + dictionary + struct.pack("<I", says)
+    return head + (1 | 5 << 3).to_bytes(3, "little") + b"hello" + after
+
+
+def test_a_frame_is_unpacked_only_if_all_that_it_says_of_itself_holds() -> None:
+    assert unpack_frame(frame(), size=5, name="it") == b"hello"
+    lies = {
+        "a dictionary": frame(dictionary=b"\x07"),
+        "less than it says": frame(says=6),
+        "more than it says": frame(says=4),
+        "something after it": frame(after=b"x"),
+        "a frame after it": frame(after=frame()),
+    }
+    for what, lie in lies.items():
+        for size in (4, 5, 6):
+            with pytest.raises(CorruptObjectError, match="a frame"):
+                pytest.fail(f"{what}: {unpack_frame(lie, size=size, name='it')!r}")
 
 
 @pytest.mark.parametrize("length", [0, 5, 16, 17, len(GOOD) - 1])
@@ -143,4 +200,4 @@ def test_what_packing_gave_is_the_digest_of_what_unpacking_gives(monkeypatch: py
         return bytes(reversed(unpack_frame(body, size=size, name=name)))
 
     monkeypatch.setattr(codec, "unpack_frame", wrong)
-    assert pack(memoryview(RAW)).raw_digest != digest(RAW)
+    assert pack(memoryview(RAW), bytearray().extend).raw_digest != digest(RAW)

@@ -17,7 +17,7 @@ from toprope.store.checkpoint import read_index, read_manifest
 from toprope.store.digest import digest
 from toprope.store.errors import CorruptObjectError, StoreError
 from toprope.store.files import image_chunks
-from toprope.store.incremental import HEAD, kept_tensors, unfounded
+from toprope.store.incremental import HEAD, Grounds, kept_tensors
 from toprope.store.log import read_log
 from toprope.store.manifest import File, Index
 from toprope.store.names import Key
@@ -181,7 +181,7 @@ def test_what_an_index_names_of_older_files_must_be_what_its_base_names() -> Non
     (base,) = indexes_of(builder, builder.checkpoint(10))
     (index,) = indexes_of(builder, builder.checkpoint(20))
     assert index.base == 4
-    assert unfounded(index, base) is None
+    assert Grounds([index], {4: [base]}).unfounded(index) is None
     number = next(at for at, tensor in enumerate(index.tensors) if tensor.file == 1)
 
     def with_tensor(**change: object) -> Index:
@@ -197,9 +197,11 @@ def test_what_an_index_names_of_older_files_must_be_what_its_base_names() -> Non
         msgspec.structs.replace(index, files=(index.files[0], msgspec.structs.replace(old, key=f"{old.key}0"))),
         msgspec.structs.replace(index, files=(index.files[0], msgspec.structs.replace(old, digest="0" * 32))),
         msgspec.structs.replace(index, head=msgspec.structs.replace(index.head, file=1)),
+        msgspec.structs.replace(index, files=(*index.files, msgspec.structs.replace(old, key=f"{old.key}1"))),
     ]
-    assert all(unfounded(lie, base) for lie in lies)
-    assert unfounded(index, None) == "it names 2 files and no base"
+    assert all(Grounds([lie], {4: [base]}).unfounded(lie) for lie in lies)
+    for none in (msgspec.structs.replace(index, base=None), msgspec.structs.replace(index, base=5)):
+        assert "nothing it may point into has tensor" in (Grounds([none], {4: [base]}).unfounded(none) or "")
 
 
 @pytest.mark.parametrize("codec", CODECS)

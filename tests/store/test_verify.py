@@ -7,9 +7,11 @@ from collections.abc import Callable
 import msgspec
 import pytest
 from tests.support.fake_store import FakeStore
-from tests.support.stores import JobBuilder, small_store
+from tests.support.stores import JobBuilder, adapter_image, small_store
 
+from toprope.sidecar.packing import Codec
 from toprope.store import checkpoint, digest, shard
+from toprope.store.checkpoint import read_index, read_manifest
 from toprope.store.errors import NothingToVerifyError, UnavailableError
 from toprope.store.log import read_log
 from toprope.store.manifest import Index, Manifest, Packed
@@ -35,6 +37,22 @@ def test_a_good_store_has_no_damage() -> None:
     assert plan(state) == (4, 5)
     assert [verify_checkpoint(builder.store, state, seq).damages for seq in plan(state)] == [(), ()]
     assert verify_facts(builder.store, state) == ()
+
+
+@pytest.mark.parametrize("codec", ["none", "zstd"])
+def test_an_old_file_that_has_rotted_damages_each_step_that_names_it(codec: Codec) -> None:
+    store = FakeStore()
+    builder = JobBuilder(store, image=adapter_image, codec=codec, world=1).begin()
+    for step in (10, 20, 30):
+        builder.checkpoint(step)
+    old = the_key(store, "s000000010", "safetensors")
+    manifest, _ = read_manifest(store, builder.log.state, 4)
+    table = next(one for one in read_index(store, manifest, manifest.shards[0]).tensors if one.name == "model.table")
+    flip(store, old, table.begin + 8 if codec == "none" else 200)
+    state = read_log(store, "job")
+    found = [damage for seq in plan(state) for damage in verify_checkpoint(store, state, seq).damages]
+    assert [(damage.key, damage.step) for damage in found] == [(old, 10), (old, 20), (old, 30)]
+    assert codec == "zstd" or {damage.tensor for damage in found} == {"model.table"}
 
 
 def test_each_object_that_the_log_names_is_listed_once() -> None:
