@@ -108,13 +108,15 @@ class _Fitter:
         return Fit(checked(loaded), report=report)
 
     def other_layout(self, in_the_same: StateMismatchError | None) -> Fit:
-        from toprope.trainer_hooks.merging import Merger  # noqa: PLC0415 - they load torch's planner, which is slow
+        from toprope.trainer_hooks.flattened import unflattened  # noqa: PLC0415 - they load torch's planner, which is slow
+        from toprope.trainer_hooks.merging import Merger  # noqa: PLC0415
         from toprope.trainer_hooks.resharding import layout_of, reshard  # noqa: PLC0415
 
         rank, world, partial = self.rank, self.world, self.allowed.partial
         shards = dict(self.source.heads(range(self.source.world)))
         model = model_state(self.parts.models(), world=world)
         documents = {number: self.document_of(shard) for number, shard in shards.items()}
+        documents = unflattened(documents, shards, self.names["params"])
         try:
             merger = Merger(shards, documents)
             plan = reshard(self.parts, model, merger, self.names, rank=rank, world=world, partial=partial)

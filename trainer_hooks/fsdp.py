@@ -26,6 +26,15 @@ class FlatShard:
     shape: tuple[int, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class FlatPart:
+    """One of the parameters that FSDP1 made one flat tensor of: it begins at element ``begin`` of that."""
+
+    name: str
+    shape: tuple[int, ...]
+    begin: int
+
+
 @dataclass(slots=True)
 class Shards:
     """What FSDP knows of the parameters of a model. A parameter's place is its module's ``id`` and its name there."""
@@ -34,6 +43,8 @@ class Shards:
     """FSDP2: the sharded parameter, also while an unsharded one stands in its place."""
     flat: dict[int, FlatShard] = field(default_factory=dict)
     """FSDP1: the local shard by the ``id`` of the parameter that the optimizer has."""
+    parts: dict[int, tuple[FlatPart, ...]] = field(default_factory=dict)
+    """FSDP1, where it shows only the flat parameter: what that consists of, by its ``id``; names as in its module."""
     gathered: int = 0
     """How many parameters are gathered at present: to write a shard of theirs would not change what is computed."""
 
@@ -83,9 +94,13 @@ def _add_second(found: Shards, module: Any) -> None:  # noqa: ANN401 - an FSDPMo
 
 def _add_first(found: Shards, module: Any) -> None:  # noqa: ANN401 - a FullyShardedDataParallel
     handle = module._handle  # noqa: SLF001 - see the module's docstring
-    if handle is None or not handle.uses_sharded_strategy:
+    if handle is None:
         return
     flat = handle.flat_param
+    if flat._params is None:  # noqa: SLF001 - see there
+        found.parts[id(flat)] = tuple(_parts(flat))
+    if not handle.uses_sharded_strategy:
+        return
     shard = getattr(flat, "_local_shard", flat)  # made by the first forward; until then the parameter is the shard
     found.gathered += not handle.is_sharded(flat)
     size = flat._unpadded_unsharded_size.numel()  # noqa: SLF001 - see there
@@ -93,6 +108,15 @@ def _add_first(found: Shards, module: Any) -> None:  # noqa: ANN401 - a FullySha
     found.flat[id(flat)] = FlatShard(shard.detach(), handle.rank * shard.numel(), padded, (size,))
     for parameter, values in _original(flat, shard.detach()):
         found.flat[id(parameter)] = values
+
+
+def _parts(flat: Any) -> Iterator[FlatPart]:  # noqa: ANN401 - a FlatParameter
+    begin, originals = 0, zip(flat._fqns, flat._shapes, strict=True)  # noqa: SLF001 - see the module's docstring
+    for count, padding in zip(flat._numels_with_padding, flat._is_padding_mask, strict=True):  # noqa: SLF001 - see there
+        if not padding:
+            name, shape = next(originals)
+            yield FlatPart(name, tuple(shape), begin)
+        begin += count
 
 
 def _original(flat: Any, shard: torch.Tensor) -> Iterator[tuple[nn.Parameter, FlatShard]]:  # noqa: ANN401 - a FlatParameter

@@ -7,7 +7,7 @@ ranks have must be the same on all of them, or it can't be given to another numb
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol, TypeAlias
 
 import torch
@@ -128,7 +128,9 @@ class Merger:
         if _kind(entry) == "flat":
             offset, whole = entry["flat"]
             original = tuple(entry.get("shape", (whole,)))
-            return Stored(rank, name, run_of(original, offset, offset + shape[0])), original
+            begin, count = entry.get("run", (0, shape[0]))  # of what was stored, other parameters may lie around it
+            blocks = run_of(original, offset, offset + count)
+            return Stored(rank, name, tuple(replace(one, begin=one.begin + begin) for one in blocks)), original
         piece = shard.piece(name)
         return Stored(rank, name, (Block(piece.offsets, shape),)), piece.global_shape
 

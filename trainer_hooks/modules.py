@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -35,8 +35,9 @@ _WRAPPERS = (
 class ModelState:
     """A model's state by name. ``tied`` maps each further name of a parameter to its first.
 
-    ``flat`` has what FSDP1 left of a parameter on this rank; ``gathered`` counts the parameters that FSDP has whole at
-    present.
+    ``flat`` has what FSDP1 left of a parameter on this rank, ``flattened`` the original parameters of one that is its
+    flat tensor, under the names that they would have without FSDP; ``gathered`` counts the parameters that FSDP has
+    whole at present.
     """
 
     root_class: str | dict[str, str] = ""
@@ -46,6 +47,7 @@ class ModelState:
     tied: dict[str, str] = field(default_factory=dict)
     replicated: set[str] = field(default_factory=set)
     flat: dict[str, fsdp.FlatShard] = field(default_factory=dict)
+    flattened: dict[str, tuple[fsdp.FlatPart, ...]] = field(default_factory=dict)
     gathered: int = 0
     ddp: list[DistributedDataParallel] = field(default_factory=list)
 
@@ -153,8 +155,18 @@ class _Walk:
         self.found.params[name] = parameter
         if id(parameter) in self._shards.flat:
             self.found.flat[name] = self._shards.flat[id(parameter)]
+        if id(parameter) in self._shards.parts:
+            prefix = name.removesuffix(name.rpartition(".")[2])
+            parts = self._shards.parts[id(parameter)]
+            self.found.flattened[name] = tuple(replace(part, name=f"{prefix}{_own(part.name)}") for part in parts)
         if replicated and name not in ignored:
             self.found.replicated.add(name)
+
+
+def _own(name: str) -> str:
+    """Return a name without the wrappers in it."""
+    wrappers = {attribute for _, _, attribute in _WRAPPERS}
+    return ".".join(word for word in name.split(".") if word not in wrappers)
 
 
 def _tensors(named: dict[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -15,7 +15,7 @@ def spec_of(parts: Parts) -> dict[str, Any]:
     spec: dict[str, Any] = {
         "model": {
             "class": model.root_class,
-            "params": {name: _param_form(model, name) for name in model.params},
+            "params": dict(form for name in model.params for form in _param_forms(model, name)),
             "buffers": {name: _form(tensor) for name, tensor in model.buffers.items()},
             "tied": model.tied,
         }
@@ -24,14 +24,24 @@ def spec_of(parts: Parts) -> dict[str, Any]:
         names = optimizer_names(optimizer, model.params)
         spec[section] = {
             "class": type(with_state(optimizer)).__qualname__,
-            "groups": [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups],
+            "groups": [
+                [name for p in group["params"] for name in _originals(model, names[id(p)])]
+                for group in optimizer.param_groups
+            ],
         }
     return spec
 
 
-def _param_form(model: ModelState, name: str) -> list[Any]:
+def _originals(model: ModelState, name: str) -> list[str]:
+    """Return the parameters that this one consists of: the spec is the same whether FSDP1 shows them or not."""
+    return [part.name for part in model.flattened[name]] if name in model.flattened else [name]
+
+
+def _param_forms(model: ModelState, name: str) -> list[tuple[str, list[Any]]]:
     dtype, shape = _form(model.params[name])
-    return [dtype, list(model.flat[name].shape) if name in model.flat else shape]
+    if name in model.flattened:
+        return [(part.name, [dtype, list(part.shape)]) for part in model.flattened[name]]
+    return [(name, [dtype, list(model.flat[name].shape) if name in model.flat else shape])]
 
 
 def _form(tensor: Any) -> list[Any]:  # noqa: ANN401 - a tensor of any class

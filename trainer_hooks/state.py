@@ -346,10 +346,17 @@ def _model(model: ModelState, keeper: _Keeper, owner_of: dict[str, int], updater
             for name, tensor in model.buffers.items()
         },
         "tied": model.tied,
+        **({"flattened": _flattened(model)} if model.flattened else {}),
         "extra_state": {
             name: keeper.encoder().encode(f"model.{name}.extra_state", module.get_extra_state())
             for name, module in model.extras.items()
         },
+    }
+
+
+def _flattened(model: ModelState) -> dict[str, Json]:
+    return {
+        name: [[part.name, list(part.shape), part.begin] for part in parts] for name, parts in model.flattened.items()
     }
 
 

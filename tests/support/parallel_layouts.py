@@ -134,6 +134,21 @@ def _pipeline() -> Trainer:
     return _trainer({name: model for at, (name, model) in enumerate(stages.items()) if at * world // STAGES == rank})
 
 
+def _dealt() -> Trainer:
+    """Return every n-th stage, as an interleaved schedule deals them out."""
+    rank, world = distributed.get_rank(), distributed.get_world_size()
+    return _trainer({name: model for at, (name, model) in enumerate(_stage_models().items()) if at % world == rank})
+
+
+def _sharded_over_all(model: nn.Module) -> nn.Module:
+    fully_shard(model, mesh=_line())
+    return model
+
+
+def _all_stages(wrap: Callable[[nn.Module], nn.Module]) -> Trainer:
+    return _trainer({name: wrap(model) for name, model in _stage_models().items()})
+
+
 def _pipeline_fsdp2() -> Trainer:
     mesh = _mesh(("pp", "dp"))
     rank, world = mesh["pp"].get_local_rank(), mesh["pp"].size()
@@ -159,6 +174,10 @@ LAYOUTS: dict[str, Callable[[], Trainer]] = {
     "expert": _expert,
     "pipeline": _pipeline,
     "pipelinexfsdp2": _pipeline_fsdp2,
+    "odd-fsdp1-flat": lambda: _fsdp1(Odd()),
+    "stages-dealt": _dealt,
+    "stages-ddp": lambda: _all_stages(DistributedDataParallel),
+    "stages-fsdp2": lambda: _all_stages(_sharded_over_all),
     "odd-ddp": lambda: _ddp(Odd()),
     "odd-fsdp2": lambda: _fully(Odd(), _line()),
     "odd-fsdp1": lambda: _fsdp1(Odd(), use_orig_params=True),
