@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,11 +17,11 @@ from toprope.store.checkpoint import read_index_at
 from toprope.store.digest import digest, digest_of_file
 from toprope.store.errors import CkptError, UnavailableError
 from toprope.store.files import FileReader, fill_from_image, places
-from toprope.store.manifest import Head, Index
+from toprope.store.manifest import Head, Index, Tensor
 from toprope.store.names import Key
 from toprope.store.objects.protocol import ObjectStore
 from toprope.store.whole import DOCUMENT
-from toprope.trainer_hooks.wire import ALL, StagedShard
+from toprope.trainer_hooks.wire import ALL, DIGESTS, StagedShard
 
 _ALL = frozenset({ALL})
 
@@ -93,6 +94,7 @@ class Stager:
                 if ALL not in request.tensors and index.head.digest:
                     some = path.with_suffix(".some")  # has room for these only, and is no file for a whole shard
                     self._some_from_store(index, request.tensors, some)
+                    self._note_digests(index, some.with_suffix(DIGESTS))
                     return some, request.tensors
                 view = self.memory.fit(path, request.shard.bytes)
                 self._from_store(index, view)
@@ -154,6 +156,11 @@ class Stager:
                     raise _WayError(f"{name} has digest {digest(view[begin:end])}; expected {part.digest}")
         except CkptError as error:
             raise _WayError(str(error), again=isinstance(error, UnavailableError)) from error
+
+    def _note_digests(self, index: Index, path: Path) -> None:
+        """Write down what the digest of each tensor is, so that a trainer can compare what it does not fetch."""
+        body = json.dumps({part.name: part.digest for _, part in places(index) if isinstance(part, Tensor)}).encode()
+        self.memory.fit_parts(path, len(body), [(0, len(body))])[:] = body
 
 
 def _check(found: str, shard: RestoreShard) -> None:

@@ -120,10 +120,11 @@ class _Fitter:
         try:
             merger = Merger(shards, documents)
             plan = reshard(self.parts, model, merger, self.names, rank=rank, world=world, partial=partial)
+            if problems := plan.differing(by_digest=True):
+                raise misfit(problems)
             if plan.needs:
                 shards.update(self.source.with_tensors(plan.needs))
-            problems = plan.differing()
-            if problems:
+            if problems := plan.differing(by_digest=False):
                 raise misfit(problems)
             loaded = assembled(self.parts, model, plan.document, plan.shard, rank=rank, left=plan.left)
             loaded, report = relaxed(loaded, self.allowed, unexpected=plan.unexpected)

@@ -6,7 +6,7 @@ ranks have must be the same on all of them, or it can't be given to another numb
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol, TypeAlias
 
@@ -32,6 +32,9 @@ class Shard(Protocol):
 
     def piece(self, name: str) -> Piece:
         """Return where a tensor lies in the larger one of which it is a piece."""
+
+    def digest(self, name: str) -> str:
+        """Return the digest of a tensor; empty if it is not known."""
 
     def tensor(self, name: str) -> torch.Tensor:
         """Return a tensor."""
@@ -133,6 +136,25 @@ class Merger:
             return Stored(rank, name, tuple(replace(one, begin=one.begin + begin) for one in blocks)), original
         piece = shard.piece(name)
         return Stored(rank, name, (Block(piece.offsets, shape),)), piece.global_shape
+
+
+def known(shards: Mapping[int, Shard], stored: Sequence[tuple[int, str]]) -> bool:
+    """Say whether the digest of each of these tensors is known."""
+    return all(shards[rank].digest(name) for rank, name in stored)
+
+
+def unlike_the_first(shards: Mapping[int, Shard], stored: Sequence[tuple[int, str]], *, by_digest: bool) -> list[int]:
+    """Return the ranks whose tensors are not as the first one, by their digests or by their bytes."""
+    first, *others = stored
+    if by_digest:
+        return [rank for rank, name in others if shards[rank].digest(name) != shards[first[0]].digest(first[1])]
+    values = _bytes_of(shards, first)
+    return [one[0] for one in others if not torch.equal(values, _bytes_of(shards, one))]
+
+
+def _bytes_of(shards: Mapping[int, Shard], stored: tuple[int, str]) -> torch.Tensor:
+    values = shards[stored[0]].tensor(stored[1])
+    return values.reshape(-1).view(torch.uint8) if values.numel() else torch.empty(0, dtype=torch.uint8)
 
 
 def _kind(entry: dict[str, Json]) -> Kind:

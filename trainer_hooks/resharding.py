@@ -19,7 +19,7 @@ from toprope.trainer_hooks.blocks import Block, run_of
 from toprope.trainer_hooks.elastic import ElasticSampler
 from toprope.trainer_hooks.errors import StateMismatchError
 from toprope.trainer_hooks.image import Extent
-from toprope.trainer_hooks.merging import Leaf, Logical, Merger, Shard
+from toprope.trainer_hooks.merging import Leaf, Logical, Merger, Shard, known, unlike_the_first
 from toprope.trainer_hooks.modules import ModelState, optimizer_names
 from toprope.trainer_hooks.optimizers import owned
 from toprope.trainer_hooks.reader import ShardReader, Target
@@ -87,28 +87,26 @@ class Resharded:
     copies: dict[str, tuple[tuple[int, str], ...]]
     shards: Mapping[int, Shard]
 
-    def differing(self) -> list[str]:
-        """Return what is wrong with tensors that several ranks stored and that should be the same; note buffers."""
+    def differing(self, *, by_digest: bool) -> list[str]:
+        """Return what is wrong with tensors that several ranks stored and that should be the same; note buffers.
+
+        ``by_digest``: those of which no more than the digest is needed, else the others, which must be at hand.
+        """
         problems = []
         for key, stored in sorted(self.copies.items()):
-            first, *others = stored
-            values = _bytes_of(self.shards, first)
-            ranks = [one[0] for one in others if not torch.equal(values, _bytes_of(self.shards, one))]
+            if known(self.shards, stored) is not by_digest:
+                continue
+            ranks = unlike_the_first(self.shards, stored, by_digest=by_digest)
             if not ranks:
                 continue
             if key.removeprefix("model.") in self.document["model"]["buffers"]:
-                self.notes.append(f"{key} differs between ranks: that of rank {first[0]} is taken, as DDP does")
+                self.notes.append(f"{key} differs between ranks: that of rank {stored[0][0]} is taken, as DDP does")
             else:
                 problems.append(
-                    f"{key}: plain tensors on ranks {first[0]} and {ranks[0]} of the checkpoint that differ; each "
+                    f"{key}: plain tensors on ranks {stored[0][0]} and {ranks[0]} of the checkpoint that differ; each "
                     "belongs to its rank, and nothing says how they make up a whole"
                 )
         return problems
-
-
-def _bytes_of(shards: Mapping[int, Shard], stored: tuple[int, str]) -> torch.Tensor:
-    values = shards[stored[0]].tensor(stored[1])
-    return values.reshape(-1).view(torch.uint8) if values.numel() else torch.empty(0, dtype=torch.uint8)
 
 
 def reshard(  # noqa: PLR0913 - what is restored into what, and where
@@ -204,7 +202,8 @@ class _Plan:
             except ValueError as error:
                 self.merger.problems.append(f"{key}: {error}")
                 continue
-            for number, name in (*used, *self.merger.copies.get(key, ())):
+            copies = self.merger.copies.get(key, ())
+            for number, name in used if known(self.merger.shards, copies) else (*used, *copies):
                 needs.setdefault(number, set()).add(name)
         return needs
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +24,12 @@ class StagedImage(Image):
     def __init__(self, path: Path, length: int, tensors: frozenset[str]) -> None:
         super().__init__(path, length)
         self._there = tensors
+        beside = path.with_suffix(wire.DIGESTS)
+        self._digests: dict[str, str] = json.loads(beside.read_bytes()) if beside.exists() else {}
+
+    def digest(self, name: str) -> str:
+        """Return the digest of a tensor, wanted or not, if it came with the shard."""
+        return self._digests.get(name, "")
 
     def tensor(self, name: str) -> torch.Tensor:
         """Return a tensor that was wanted."""
@@ -80,7 +87,7 @@ class StagedSource:
     def _image(self, shard: wire.StagedShard, tensors: frozenset[str]) -> Image:
         try:
             image = StagedImage(Path(shard.path), shard.bytes, tensors)
-        except (OSError, StateMismatchError) as error:
+        except (OSError, ValueError, StateMismatchError) as error:
             raise SourceError(str(error)) from error
         job_uid, step = self.attempt.job_uid, self.attempt.from_step
         if self.attempt.source == "base":

@@ -75,6 +75,8 @@ class StagedShard:
     """One verified shard image, a file that the hook maps read-only; of it only what was wanted need be there.
 
     ``bytes`` is the exact image length, ``digest`` its XXH3-128 in hex; ``tier`` and ``node`` say where it came from.
+    Beside a file of which only some is there lies, under ``DIGESTS`` for its suffix, what the digest of each tensor is,
+    there or not: a JSON object by name.
     """
 
     rank: int
@@ -85,6 +87,7 @@ class StagedShard:
     node: str
 
 
+DIGESTS = ".digests"
 ALL = "*"
 """Among the tensors of a ``Want``: all of them."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import resource
 from collections.abc import Callable
@@ -25,7 +26,7 @@ from toprope.store.manifest import encode, sha256
 from toprope.store.names import Key, index_key, shard_key
 from toprope.store.shard import hash_image, index_of
 from toprope.trainer_hooks.slot import Page, SlotState, write_page
-from toprope.trainer_hooks.wire import ALL
+from toprope.trainer_hooks.wire import ALL, DIGESTS
 
 UID, NEW = "1a" * 16, "2b" * 16
 BODY = image(attempt=1, attempt_uid=UID, step=1, rank=0, world=1, payload=4096, job_uid="0b" * 16)
@@ -108,6 +109,8 @@ def test_of_an_object_only_the_tensors_that_are_wanted_are_fetched_each_checked_
     assert found[document.begin :] == BODY[document.begin :]
     tensors, found = stage(stored(BODY), weight.name)
     assert (tensors, found) == (frozenset({weight.name}), BODY)
+    beside = [path for path in (memory.root / "stage").iterdir() if path.suffix == DIGESTS]
+    assert [json.loads(path.read_bytes()) for path in beside] == [{one.name: one.digest for one in STORED.tensors}]
     with pytest.raises(StagingError, match=f"its tensor {weight.name} has digest .*; expected {weight.digest}"):
         stage(stored(wrong(BODY)), weight.name)
     with pytest.raises(StagingError, match=f"its header has digest .*; expected {STORED.head.digest}"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import pairwise
 from math import prod
 from pathlib import Path
@@ -13,19 +13,21 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.support.fitted_states import fitted, linear, saved
+from tests.support.fitted_states import Files, fitted, linear, saved
 from tests.support.source import ROOT
-from tests.support.tiny_trainer import METADATA, snapshot_file
+from tests.support.tiny_trainer import METADATA, raw, snapshot_file
 from torch import nn
 
 from toprope.chaos.live.forking import ForkServer
 from toprope.chaos.live.processes import become_subreaper
 from toprope.chaos.live.ranks import World
+from toprope.store.digest import digest
 from toprope.trainer_hooks import wire
 from toprope.trainer_hooks.apply import apply
 from toprope.trainer_hooks.blocks import Block, gap_in, run_of
 from toprope.trainer_hooks.errors import WorldMismatchError
 from toprope.trainer_hooks.fitting import fit
+from toprope.trainer_hooks.image import Image
 from toprope.trainer_hooks.names import joined, names_of, union
 from toprope.trainer_hooks.reader import ShardReader, Stored, Target, Whole
 from toprope.trainer_hooks.source import SourceError, StagedImage, StagedSource
@@ -132,6 +134,52 @@ def test_blocks_that_nothing_describes_are_refused_and_not_joined_in_some_order(
         with pytest.raises(WorldMismatchError, match=r"model\.weight: .*saved by 4 ranks, no mesh.*'ckpt export'"):
             fitted(source, world=world, model=live)
         assert bool((live.weight == 9).all()), "nothing was written"
+
+
+class HeadsWithDigests(Files):
+    """Shards in an object store: digests come with their headers, and whatever is fetched beyond them is counted."""
+
+    def __init__(self, files: Files) -> None:
+        super().__init__(files.paths)
+        self.fetched = 0
+        for path, image in zip(self.paths, super().heads(range(self.world)).values(), strict=True):
+            digests = {name: digest(raw(image.tensor(name))) for name in image.extents}
+            path.with_suffix(wire.DIGESTS).write_text(json.dumps(digests))
+
+    def heads(self, ranks: Iterable[int]) -> Mapping[int, Image]:
+        return {rank: self._image(rank, frozenset()) for rank in ranks}
+
+    def with_tensors(self, names: Mapping[int, set[str]]) -> Mapping[int, Image]:
+        self.fetched += sum(map(len, names.values()))
+        return {rank: self._image(rank, frozenset(names[rank])) for rank in names}
+
+    def _image(self, rank: int, there: frozenset[str]) -> Image:
+        return StagedImage(self.paths[rank], self.paths[rank].stat().st_size, there)
+
+
+@pytest.mark.fault("B145")
+def test_what_has_no_place_is_refused_before_a_tensor_is_fetched_with_both_layouts_and_a_way_out(
+    tmp_path: Path,
+) -> None:
+    source = HeadsWithDigests(saved(tmp_path, [{"model": linear(float(rank))} for rank in range(4)]))
+    live = linear(9.0)
+    for rank in range(6):
+        with pytest.raises(WorldMismatchError) as refused:
+            fitted(source, rank=rank, world=6, model=live)
+        text = str(refused.value)
+        assert "model.weight: plain tensors on ranks 0 and 1 of the checkpoint that differ" in text
+        assert f"was saved by 4 ranks, no mesh; this is rank {rank} of 6" in text
+        assert "'ckpt export' writes its tensors whole" in text
+    assert source.fetched == 0
+    assert bool((live.weight == 9).all()), "nothing was written"
+
+
+def test_of_what_all_ranks_have_the_same_one_is_fetched_if_digests_say_so(tmp_path: Path) -> None:
+    source = HeadsWithDigests(saved(tmp_path, [{"model": linear(3.0)}] * 4))
+    live = linear(9.0)
+    apply(fitted(source, model=live).loaded)
+    assert bool((live.weight == 3).all())
+    assert source.fetched == 1
 
 
 def test_what_is_the_same_on_all_ranks_has_a_place_on_any_number_of_them(tmp_path: Path) -> None:
