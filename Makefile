@@ -46,8 +46,9 @@ pytest: $(STAMP) ## the tests alone; PYTEST_ARGS="tests/store -k log" for some o
 test-long: $(STAMP) ## what takes longer; goes on where it stopped, records its results in docs/results/
 	python scripts/test_long.py
 
-bench: $(STAMP) ## the four figures of the first benchmark, as ratios in one interleaved run
+bench: $(STAMP) ## how long saving blocks, until protected, restore: as ratios to plain copies, and beside others' ways
 	python benchmarks/first.py
+	python benchmarks/stall.py
 
 reference: $(STAMP) ## write what the pages in docs/reference take from the code
 	$(COG) -r docs/reference/*.md docs/results/faults.md

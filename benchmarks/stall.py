@@ -1,10 +1,14 @@
 """How long training stands still for a snapshot, ours and others', as ratios to a plain copy of the same tensors.
 
-Rounds are interleaved. In each, one trainer process trains a model whose forward and backward take a while, and takes
-turns: a plain copy with one thread, our snapshot copied at once, our snapshot copied lazily, and each peer's save.
-Machines differ and are noisy: read the ratios, not the times.
+In each round a fresh trainer process saves in each way in turn, each round beginning with another one. Between the
+saves, one thread copies the same tensors into shared memory. Machines differ and are noisy: read the ratios, not the
+times.
 
-    python benchmarks/stall.py [--mib 192] [--rounds 3] [--only KIND ...] [--json FILE]
+    python benchmarks/stall.py [--mib 96] [--rounds 3] [--only KIND ...] [--peers DIRECTORY] [--json FILE]
+
+``--peers`` names a directory with those that are no part of torch:
+
+    pip install --no-deps --target DIRECTORY torch-checkpointing==0.1.1 lm-resiliency==0.2.0
 """
 
 from __future__ import annotations
@@ -13,7 +17,7 @@ import argparse
 import json
 import os
 import platform
-import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -22,64 +26,78 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
-from first import BYTES_PER_PARAMETER, EVERY, MEMORY, PARAMETERS_EACH, shared, timed, wait_protected
+from first import BYTES_PER_PARAMETER, EVERY, PARAMETERS_EACH, shared, timed, wait_protected
+from others import NEED_PEERS, OTHERS, saving
 
-KINDS = ("eager", "lazy", "dcp thread", "dcp process")
+OWN = ("eager", "lazy")
+KINDS = (*OWN, *OTHERS)
 TAKES = 4
+WARM_UP = 2
+"""How many saves of others are not counted."""
 COMPUTE_S = 0.3
 """How long forward and backward take together: longer than the copy."""
 STEP_S = 0.02
 """The step of which a hook with nothing to do may take a thousandth."""
-PROOFS_AND_SLOTS = 6
-"""Snapshots until lazy copies are trusted and each slot was used once."""
+PROOFS, SLOTS = 3, 3
+"""Snapshots until lazy copies are trusted; snapshots until each slot was used once."""
+WAY_TIMEOUT_S = 45
+TIMES = ("blocked", "first", "free", "fence", "protected")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--mib", type=int, default=192, help="size of the state of the one rank")
+    parser.add_argument("--mib", type=int, default=96, help="size of the state of the one rank")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", nargs="+", choices=KINDS, default=KINDS, help="measure these ways to save")
+    parser.add_argument("--peers", type=Path, help="a directory that torch-checkpointing and lm-resiliency are in")
     parser.add_argument("--json", type=Path, help="write the figures as JSON too")
-    parser.add_argument("--round", nargs=2, metavar=("SOCKET", "KIND"), help=argparse.SUPPRESS)
+    parser.add_argument("--round", metavar="SOCKET", help=argparse.SUPPRESS)
     parser.add_argument("--coordinator", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.round is not None:
-        socket_path, kind = options.round
-        print(json.dumps(one_round(socket_path, options.coordinator, kind=kind, mib=options.mib)))
+        one_round(options.round, options.coordinator, kinds=options.only, mib=options.mib)
         return
-    figures = measure(mib=options.mib, rounds=options.rounds, kinds=options.only)
+    figures = measure(mib=options.mib, rounds=options.rounds, kinds=options.only, peers=options.peers)
     show(figures)
     if options.json is not None:
         options.json.write_text(json.dumps(figures, indent=2) + "\n")
 
 
-def measure(*, mib: int, rounds: int, kinds: Sequence[str]) -> dict[str, Any]:
+def measure(*, mib: int, rounds: int, kinds: Sequence[str], peers: Path | None) -> dict[str, Any]:
     """Run all rounds on a cluster of two nodes and return the figures."""
     from toprope.chaos.live.cluster import Cadences, running_cluster  # noqa: PLC0415 - not in the trainer's process
 
+    absent = {} if peers else {kind: "give --peers" for kind in kinds if kind in NEED_PEERS}
+    kinds = [kind for kind in kinds if kind not in absent]
+    paths = [str(peers.resolve()) if peers else "", os.environ.get("PYTHONPATH", "")]
+    env = dict(os.environ) | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     cadences = Cadences(every=EVERY, local_every=64 * EVERY, object_every=64 * EVERY)
-    samples: dict[str, dict[str, list[float]]] = {}
-    absent: dict[str, str] = {}
+    samples: dict[str, list[dict[str, list[float]]]] = {}
     loads = []
     with (
         tempfile.TemporaryDirectory(prefix="toprope-bench-") as directory,
         running_cluster(Path(directory), job="bench", cadences=cadences) as cluster,
     ):
-        words = ["--coordinator", cluster.coordinator_url, "--mib", str(mib)]
+        command = [sys.executable, __file__, "--round", str(cluster.nodes["a"].socket)]
+        command += ["--coordinator", cluster.coordinator_url, "--mib", str(mib), "--only"]
         for number in range(rounds):
-            for kind in kinds:
-                loads.append(os.getloadavg()[0])
-                command = [sys.executable, __file__, *words, "--round", str(cluster.nodes["a"].socket), kind]
-                env = dict(os.environ) | {"OMP_NUM_THREADS": "1"}
-                done = subprocess.run(command, check=False, capture_output=True, text=True, env=env)
-                if done.returncode:
-                    absent[kind] = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
-                    continue
-                print(f"round {number + 1} of {rounds}: {kind}", file=sys.stderr)
-                for name, values in json.loads(done.stdout.splitlines()[-1]).items():
-                    samples.setdefault(kind, {}).setdefault(name, []).extend(values)
+            loads.append(os.getloadavg()[0])
+            first = number % len(kinds)
+            words = [*command, *kinds[first:], *kinds[:first]]
+            done = subprocess.run(words, check=False, capture_output=True, text=True, env=env)
+            if done.returncode:
+                raise SystemExit(f"the trainer's process failed:\n{done.stderr}")
+            for line in done.stdout.splitlines():
+                if line.startswith("{"):  # others print as well
+                    for kind, found in json.loads(line).items():
+                        if isinstance(found, str):
+                            absent[kind] = found
+                        else:
+                            samples.setdefault(kind, []).append(found)
+            print(f"round {number + 1} of {rounds}", file=sys.stderr)
     return {
         "mib": mib,
         "rounds": rounds,
@@ -89,34 +107,44 @@ def measure(*, mib: int, rounds: int, kinds: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def figures_of(found: dict[str, list[float]]) -> dict[str, float]:
-    """Return the median of each figure, and of the ratios of the times to the plain copy made next to them."""
-    figures = {name: statistics.median(values) for name, values in found.items() if values}
-    for name in ("blocked_s", "free_s", "first_s", "fence_s", "protected_s"):
-        if name in figures:
-            figures[name.removesuffix("_s") + "_ratio"] = figures[name] / figures["copy_s"]
+def figures_of(rounds: list[dict[str, list[float]]]) -> dict[str, float]:
+    """Return the median of each figure, and of its ratio to the plain copy made next to it, with the extremes."""
+    names = {name for found in rounds for name, values in found.items() if values}
+    figures = {name: statistics.median(value for found in rounds for value in found[name]) for name in sorted(names)}
+    for name in TIMES:
+        if f"{name}_s" in names:
+            ratios = [ratio for found in rounds for ratio in ratios_of(found[f"{name}_s"], found["copy_s"])]
+            figures[f"{name}_ratio"] = statistics.median(ratios)
+            figures[f"{name}_least"], figures[f"{name}_most"] = min(ratios), max(ratios)
     return figures
+
+
+def ratios_of(times_s: list[float], copies_s: list[float]) -> list[float]:
+    """Return each time as a ratio to the copy next to it, or to the median copy where there are not as many."""
+    if len(times_s) != len(copies_s):
+        copies_s = [statistics.median(copies_s)] * len(times_s)
+    return [time_s / copy_s for time_s, copy_s in zip(times_s, copies_s, strict=True)]
 
 
 def show(figures: dict[str, Any]) -> None:
     """Print the table."""
     machine = figures["machine"]
     print(
-        f"state of {figures['mib']} MiB, {figures['rounds']} rounds of {TAKES}, {machine['cpus']} CPUs, "
-        f"load {machine['load']:.1f}; times in ms, and as ratios to the copy of the same tensors by one thread"
+        f"state of {figures['mib']} MiB, {figures['rounds']} rounds of {TAKES}, {machine['cpus']} CPUs, load "
+        f"{machine['load']:.1f}; medians in ms, and ratios to the copy by one thread: median, least to most"
     )
-    names = ("copy", "blocked", "free", "first", "fence", "protected")
-    print(f"{'':14}" + "".join(f"{name:>17}" for name in names))
+    print(f"{'':20}{'copy':>8}" + "".join(f"{name:>28}" for name in TIMES))
     for kind, found in figures["kinds"].items():
         cells = []
-        for name in names:
-            took, ratio = found.get(f"{name}_s"), found.get(f"{name}_ratio")
-            cells.append("-" if took is None else f"{took * 1e3:.1f}" + ("" if ratio is None else f" ({ratio:.2f})"))
-        print(f"{kind:14}" + "".join(f"{cell:>17}" for cell in cells))
+        for name in TIMES:
+            ratios = [found.get(f"{name}_{which}", 0) for which in ("ratio", "least", "most")]
+            cell = "{:.1f}: {:.2f} ({:.2f}-{:.2f})".format(found.get(f"{name}_s", 0) * 1e3, *ratios)
+            cells.append(cell if f"{name}_s" in found else "-")
+        print(f"{kind:20}{found['copy_s'] * 1e3:8.1f}" + "".join(f"{cell:>28}" for cell in cells))
     for kind, found in figures["kinds"].items():
         if "idle_s" in found:
             share = found["idle_s"] / STEP_S
-            print(f"{kind}: a step with nothing due takes {found['idle_s'] * 1e6:.1f} us, {share:.3%} of a 20 ms step")
+            print(f"{kind}: a step with nothing due takes {found['idle_s'] * 1e6:.1f} us, {share:.4%} of a 20 ms step")
     for kind, reason in figures["absent"].items():
         print(f"{kind}: not run: {reason}")
 
@@ -140,6 +168,10 @@ class Trainer:
         while time.perf_counter() < end:
             self._matrix = (self._matrix @ self._matrix).clamp_(-1, 1)
 
+    def state(self) -> dict[str, Any]:
+        """Return the same tensors by name, as others want them."""
+        return {f"t{index}": tensor.detach() for index, tensor in enumerate(self.tensors())}
+
     def tensors(self) -> list[Any]:
         """Return all that a snapshot holds but for what is small."""
         return [*self.model, *(self.optimizer.state[p][key] for p in self.model for key in ("exp_avg", "exp_avg_sq"))]
@@ -162,107 +194,97 @@ class Trainer:
             yield work
 
 
-def one_round(socket_path: str, coordinator_url: str, *, kind: str, mib: int) -> dict[str, list[float]]:
-    """Train and save in one way; this is a trainer's process."""
+def one_round(socket_path: str, coordinator_url: str, *, kinds: Sequence[str], mib: int) -> None:
+    """Train and save in each way, and print what was found or why nothing was; this is a trainer's process."""
     trainer = Trainer(mib)
     trainer.optimizer.step()
     with trainer.plain_copy() as copy:
-        if kind.startswith("dcp"):
-            return dcp_round(trainer, copy, process=kind == "dcp process")
-        return own_round(trainer, copy, socket_path, coordinator_url, lazy=kind == "lazy")
+        for kind in kinds:
+            found: dict[str, list[float]] | str
+            try:
+                with at_most(WAY_TIMEOUT_S):
+                    if kind in OWN:
+                        found = own_way(trainer, copy, socket_path, coordinator_url, lazy=kind == "lazy")
+                    else:
+                        found = others_way(trainer, copy, kind)
+            except (RuntimeError, OSError, ImportError, ValueError, TypeError, SystemExit) as error:
+                found = f"{type(error).__name__}: {error}"
+            print(json.dumps({kind: found}), flush=True)
 
 
-def own_round(
+@contextmanager
+def at_most(seconds: int) -> Iterator[None]:
+    """Have what takes longer end with a TimeoutError."""
+
+    def ring(_number: int, _frame: FrameType | None) -> None:
+        raise TimeoutError(f"not done after {seconds} s")
+
+    signal.signal(signal.SIGALRM, ring)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+
+
+def own_way(
     trainer: Trainer, copy: Callable[[], None], socket_path: str, coordinator_url: str, *, lazy: bool
 ) -> dict[str, list[float]]:
     """Take snapshots with the hook."""
     from toprope.trainer_hooks import Checkpointer  # noqa: PLC0415 - only a trainer needs it
 
     ckpt = Checkpointer(job="bench", model=trainer.model, optimizer=trainer.optimizer, socket=socket_path, lazy=lazy)
+    found: dict[str, list[float]] = {name: [] for name in ("free_s", "fence_s", "protected_s", "idle_s", "copy_s")}
+    blocked: list[float] = []
+    warm_up = SLOTS + (PROOFS if lazy else 0)
     step = restored = ckpt.restore()
-    found: dict[str, list[float]] = {
-        name: [] for name in ("blocked_s", "first_s", "free_s", "fence_s", "protected_s", "idle_s", "copy_s")
-    }
-    taken = 0
-    while len(found["blocked_s"]) < TAKES:
+    while len(blocked) < warm_up + TAKES:
+        trainer.optimizer.step()  # through the fence; the gradients stay, so the state goes on changing
+        while (step + 1 - restored) % EVERY:
+            step += 1
+            found["idle_s"].append(timed(lambda: ckpt.end_step(step))[1])  # noqa: B023 - called at once
+        skipped, waited_s = sum(ckpt.stats.skipped.values()), ckpt.stats.fence_wait_s
         step += 1
-        due = (step - restored) % EVERY == 0
-        if not due:
-            _, took_s = timed(lambda: ckpt.end_step(step))  # noqa: B023 - called at once
-            if step > restored + 1:
-                found["idle_s"].append(took_s)
-            continue
-        trainer.optimizer.step()
-        skipped = sum(ckpt.stats.skipped.values())
-        _, took_s = timed(lambda: ckpt.end_step(step))  # noqa: B023 - called at once
+        blocked_s = timed(lambda: ckpt.end_step(step))[1]  # noqa: B023 - called at once
         if sum(ckpt.stats.skipped.values()) > skipped:
-            time.sleep(0.2)  # no slot yet: give the sidecar time to make them
+            time.sleep(0.1)  # no slot yet: give the sidecar time to make them
             continue
-        taken += 1
-        began, waited_s = time.perf_counter(), ckpt.stats.fence_wait_s
+        blocked.append(blocked_s)
+        if len(blocked) <= warm_up:
+            continue
+        began = time.perf_counter()
         if lazy:
             trainer.compute()
-        if taken == 1:
-            found["first_s"].append(took_s)
-        trainer.optimizer.step()  # through the fence; the gradients stay, so the state goes on changing
+        trainer.optimizer.step()
         computed_s = time.perf_counter() - began
         wait_protected(coordinator_url, step)
-        if taken > PROOFS_AND_SLOTS:
-            found["blocked_s"].append(took_s)
-            found["protected_s"].append(took_s + max(computed_s, time.perf_counter() - began))
-            found["copy_s"].append(timed(copy)[1])
-            step += 1
-            ckpt.end_step(step)  # takes in what the fence waited
-            found["fence_s"].append(ckpt.stats.fence_wait_s - waited_s)
-            found["free_s"].append(took_s + found["fence_s"][-1])
-    skipped_words = ", ".join(f"{reason}: {count}" for reason, count in ckpt.stats.skipped.items() if count)
-    print(f"{'lazy' if lazy else 'eager'}: {ckpt.stats.lazy_snapshots} lazy; skipped: {skipped_words}", file=sys.stderr)
+        found["protected_s"].append(blocked_s + max(computed_s, time.perf_counter() - began))
+        found["copy_s"].append(timed(copy)[1])
+        step += 1
+        ckpt.end_step(step)  # takes in what the fence waited
+        found["fence_s"].append(ckpt.stats.fence_wait_s - waited_s)
+        found["free_s"].append(blocked_s + found["fence_s"][-1])
+    if lazy and ckpt.stats.lazy_snapshots < TAKES:
+        raise RuntimeError(f"{ckpt.stats.lazy_snapshots} snapshots were lazy; {dict(ckpt.stats.skipped)}")
     ckpt.close()
-    return found
+    del found["idle_s"][0]  # the first step tells the sidecar how large an image is
+    return {**found, "first_s": blocked[:1], "blocked_s": blocked[warm_up:]}
 
 
-def dcp_round(trainer: Trainer, copy: Callable[[], None], *, process: bool) -> dict[str, list[float]]:
-    """Save with dcp.async_save: in a thread, or in a process with a stager in shared memory."""
-    import torch  # noqa: PLC0415 - only a trainer needs it
-    import torch.distributed as dist  # noqa: PLC0415 - as above
-    from torch.distributed import checkpoint as dcp  # noqa: PLC0415 - as above
-    from torch.distributed.checkpoint import staging, state_dict_saver  # noqa: PLC0415 - as above
-
-    kinds = state_dict_saver.AsyncCheckpointerType
+def others_way(trainer: Trainer, copy: Callable[[], None], kind: str) -> dict[str, list[float]]:
+    """Save in another's way, with an update between two saves."""
     found: dict[str, list[float]] = {name: [] for name in ("blocked_s", "first_s", "free_s", "protected_s", "copy_s")}
-    directory = Path(tempfile.mkdtemp(prefix="toprope-bench-", dir=MEMORY if MEMORY.is_dir() else None))
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    stager = staging.DefaultStager(staging.StagingOptions(False, process, False, False))  # noqa: FBT003 - as it comes
-    try:
-        for number in range(2 + TAKES):
-            state = {f"t{index}": tensor.detach() for index, tensor in enumerate(trainer.tensors())}
-            began = time.perf_counter()
-            response: Any = dcp.async_save(
-                state,
-                checkpoint_id=directory / str(number),
-                async_checkpointer_type=kinds.PROCESS if process else kinds.THREAD,
-                async_stager=stager,
-            )
-            blocked_s = time.perf_counter() - began
-            staged = getattr(response, "staging_completion", None)
-            if staged is not None:
-                staged.result()
-            free_s = time.perf_counter() - began
-            (getattr(response, "upload_completion", None) or response).result()
-            saved_s = time.perf_counter() - began
-            shutil.rmtree(directory / str(number))
-            torch.manual_seed(number)
+    with saving(kind) as save:
+        for number in range(WARM_UP + TAKES):
             trainer.optimizer.step()
+            took = save(trainer.state(), number)
             if number == 0:
-                found["first_s"].append(blocked_s)
-            if number >= 2:  # noqa: PLR2004 - both before are warm-up
-                for name, took_s in (("blocked_s", blocked_s), ("free_s", free_s), ("protected_s", saved_s)):
-                    found[name].append(took_s)
+                found["first_s"].append(took.blocked_s)
+            if number >= WARM_UP:
+                found["blocked_s"].append(took.blocked_s)
+                found["free_s"].append(took.free_s)
+                found["protected_s"] += [took.saved_s] if took.saved_s is not None else []
                 found["copy_s"].append(timed(copy)[1])
-    finally:
-        stager.close()
-        dist.destroy_process_group()
-        shutil.rmtree(directory)
     return found
 
 
