@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -11,7 +12,7 @@ from typing import Any, Protocol
 import pytest
 import torch
 from tests.support.fake_sidecar import FakeSidecar, Peer
-from tests.support.tiny_trainer import open_image
+from tests.support.tiny_trainer import METADATA, open_image, snapshot_file
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
@@ -23,6 +24,9 @@ from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
 from toprope.trainer_hooks import SupersededError, UsageError, wire
 from toprope.trainer_hooks.dcp import Attempt, StorageReader, StorageWriter, step_of
+from toprope.trainer_hooks.dcp_content import held_by
+from toprope.trainer_hooks.errors import StateMismatchError
+from toprope.trainer_hooks.image import Image, Piece
 from toprope.trainer_hooks.launch import World
 from toprope.trainer_hooks.slot import read_page
 
@@ -475,3 +479,33 @@ def test_ranks_that_do_not_all_save_the_same_step_are_refused(ours: Ours) -> Non
     ours.now()._world = World(0, 2)
     with pytest.raises(UsageError, match="the ranks save different steps: 3, 4"):
         writer.prepare_global_plan([plan, SavePlan([], storage_data=4)])
+
+
+def shard(path: Path, tensor: torch.Tensor, offset: int, rank: int = 0) -> Image:
+    document = json.dumps({"format": 1, "values": {}, "renamed": {}, "paths": {}}).encode()
+    return open_image(snapshot_file(path, {"a": tensor}, document, METADATA, {"a": Piece((4,), (offset,))}))
+
+
+def test_a_tensor_of_which_a_piece_is_missing_or_there_twice_is_not_loaded(ours: Ours, tmp_path: Path) -> None:
+    ours.save(1, {"a": torch.zeros(4)})
+    reader, two = StorageReader(ours.launch()), torch.ones(2)
+    for offsets, said in (((0,), "the shards hold 2 of the 4 elements"), ((0, 1), "the same elements twice")):
+        shards = {at: shard(tmp_path / f"{offsets}-{at}", two, offset) for at, offset in enumerate(offsets)}
+        reader._held = held_by(shards)
+        planner = DefaultLoadPlanner()
+        planner.set_up_planner({"a": torch.zeros(4)}, reader._held.metadata())
+        with pytest.raises(StateMismatchError, match=rf"a: .*{said}"):
+            reader.read_data(planner.create_local_plan(), planner)
+
+
+def test_replicas_that_several_ranks_stored_are_one_and_forms_that_differ_are_refused(tmp_path: Path) -> None:
+    first, again = shard(tmp_path / "0", torch.ones(2), 0), shard(tmp_path / "1", torch.ones(2), 0)
+    assert len(held_by({0: first, 1: again}).wholes["a"].stored) == 1
+    with pytest.raises(StateMismatchError, match=r"a: torch.int64 \(4,\) on rank 1 of the checkpoint"):
+        held_by({0: first, 1: shard(tmp_path / "2", torch.ones(2, dtype=torch.int64), 2)})
+
+
+def test_a_shard_that_the_hook_saved_is_refused(tmp_path: Path) -> None:
+    image = open_image(snapshot_file(tmp_path / "0", {"a": torch.ones(2)}, b'{"format": 1, "model": {}}'))
+    with pytest.raises(StateMismatchError, match="shard of rank 0 was not saved with torch"):
+        held_by({0: image})

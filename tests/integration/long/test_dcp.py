@@ -21,7 +21,11 @@ from toprope.chaos.live.forking import ForkedServices, ForkServer
 from toprope.chaos.live.processes import become_subreaper
 from toprope.chaos.live.ranks import World
 
-pytestmark = [pytest.mark.long, pytest.mark.slow]
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
+]
 
 
 @pytest.fixture(scope="module")
