@@ -127,6 +127,9 @@ def up(  # noqa: PLR0913 - the options of a service
     every: Every = 10,
     local_every: LocalEvery = 20,
     object_every: ObjectEvery = 40,
+    codec: Annotated[
+        str, typer.Option("--codec", help="Pack uploads: auto (if the link is slower than packing), zstd or none.")
+    ] = "auto",
     base: BaseAt = "",
     base_take: BaseTake = "all",
     ready_file: Annotated[
@@ -142,7 +145,7 @@ def up(  # noqa: PLR0913 - the options of a service
     name = node or socket.gethostname().lower()
     where = up_supervisor.layout(job=job, node=name, store=store, directory=directory, memory_dir=memory_dir)
     based = ["--base", base, "--base-take", base_take] if base else []
-    up_supervisor.up(where, cadence, announce=ready_file, based=based)
+    up_supervisor.up(where, cadence, announce=ready_file, codec=codec, based=based)
 
 
 @app.command()

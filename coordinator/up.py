@@ -88,14 +88,15 @@ def layout(*, job: str, node: str, store: str, directory: Path, memory_dir: Path
 
 
 def commands(
-    where: Layout, cadence: Cadence, *, ports: Mapping[str, int], based: Sequence[str] = ()
+    where: Layout, cadence: Cadence, *, ports: Mapping[str, int], codec: str = "auto", based: Sequence[str] = ()
 ) -> dict[str, list[str]]:
     """Return the command line of each child, in the order in which they are started.
 
-    ``based``: what the coordinator is told of a base.
+    ``codec``: what the sidecar packs uploads with. ``based``: what the coordinator is told of a base.
     """
     ckpt = [sys.executable, "-m", "toprope"]
     broker, coordinator = f"127.0.0.1:{ports['broker']}", f"127.0.0.1:{ports['coordinator']}"
+    how = ["--codec", codec, "--grace", "0"]
     common = ["--job", where.job, "--store", where.store, "--broker", broker]
     every = ["--every", cadence.every, "--local-every", cadence.local_every, "--object-every", cadence.object_every]
     directories = ["--memory-dir", where.memory_dir, "--local-dir", where.directory / "local"]
@@ -105,7 +106,7 @@ def commands(
     return {
         "broker": [sys.executable, "-m", "toprope.coordinator.adapters.broker", broker],
         "coordinator": [*ckpt, "coordinator", *common, *based, *map(str, (*every, *ready["coordinator"]))],
-        "sidecar": [*ckpt, "sidecar", *common, "--grace", "0", *map(str, (*node, *directories, *ready["sidecar"]))],
+        "sidecar": [*ckpt, "sidecar", *common, *how, *map(str, (*node, *directories, *ready["sidecar"]))],
     }
 
 
@@ -201,7 +202,9 @@ class Supervisor:
             child.stop()
 
 
-def up(where: Layout, cadence: Cadence, *, announce: Path | None, based: Sequence[str] = ()) -> None:
+def up(
+    where: Layout, cadence: Cadence, *, announce: Path | None, codec: str = "auto", based: Sequence[str] = ()
+) -> None:
     """Run everything until SIGTERM or SIGINT.
 
     Raises:
@@ -214,7 +217,7 @@ def up(where: Layout, cadence: Cadence, *, announce: Path | None, based: Sequenc
         ports = {name: free_port("127.0.0.1") for name in ("broker", "coordinator", "sidecar")}
         for name in ("coordinator", "sidecar"):
             ready_file(where, name).unlink(missing_ok=True)
-        lines = commands(where, cadence, ports=ports, based=based)
+        lines = commands(where, cadence, ports=ports, codec=codec, based=based)
         children = [Child(name=name, command=line, log=where.logs / f"{name}.log") for name, line in lines.items()]
         supervisor = Supervisor(children=children)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import threading
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, replace
@@ -24,7 +25,7 @@ from toprope.chaos.sim.disk import DiedError
 from toprope.chaos.sim.loop import Process
 from toprope.chaos.sim.memory import File, slot_path, spare_path, stage_path
 from toprope.chaos.sim.net import NetError
-from toprope.chaos.sim.threads import Turnstile
+from toprope.chaos.sim.threads import Turnstile, nap
 from toprope.coordinator.wire import Desired, Inventory, OpenAnswer, OpenRequest, Presence
 from toprope.sidecar import effects as do
 from toprope.sidecar import events as on
@@ -36,6 +37,7 @@ from toprope.sidecar.local_tier import LocalError, LocalTier
 from toprope.sidecar.object_tier import DamagedError, ObjectTier, read_back
 from toprope.sidecar.ports import CoordinatorError
 from toprope.sidecar.shouts import Shouts
+from toprope.sidecar.siblings import Siblings
 from toprope.sidecar.values import Identity, Shard, Way, shard_of_page
 from toprope.store.checkpoint import read_index_at
 from toprope.store.digest import digest
@@ -74,6 +76,12 @@ class _Serve:
     ended: bool = False
 
 
+def _wait(event: threading.Event) -> None:
+    """Wait for another thread of the history."""
+    while not event.is_set():
+        nap(0.05)
+
+
 class SimSidecar:
     """One sidecar process on a node."""
 
@@ -109,7 +117,8 @@ class SimSidecar:
         )
         self._memory = node.memory
         self._local = LocalTier(node.disk.root, node.disk)
-        self._objects = ObjectTier(world.store, world.job, codec="none")
+        siblings = Siblings(shared_bytes=1, wait=_wait)
+        self._objects = ObjectTier(world.store, world.job, codec="none", siblings=siblings)
         self._objects._mutex = Turnstile()  # type: ignore[assignment]  # noqa: SLF001 - threads of a history wait by it
         self._connections: dict[int, Connection] = {}
         self._shouts = _Shouts(world, node.name)
@@ -352,6 +361,8 @@ class SimSidecar:
             damaged = isinstance(error, DamagedError | CorruptObjectError)
             self.post(on.StoreFailed(tier="object", shard=shard, slot=effect.slot, reason=str(error), damaged=damaged))
             return
+        if receipt.rests_on:
+            self.world.trace.sometimes("a shard named another rank's file of its step")
         self.post(on.ObjectStored(slot=effect.slot, receipt=receipt))
 
     async def _read_back(self, effect: do.ReadObjectBack) -> None:
