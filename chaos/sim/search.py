@@ -28,6 +28,7 @@ SOMETIMES = (
     "a scan refused a local file",
     "a slot was dropped",
     "a step became READY",
+    "a shard named another rank's file of its step",
     "a step was protected",
     "a trainer lost its sidecar",
     "an attempt followed a protected step",
