@@ -29,8 +29,8 @@ def spoil(what: str) -> None:
         models[id(self)] = named["model"]
         made(self, *arguments, **named)
 
-    def restore(self: Checkpointer, warm_up: Callable[[], object] | None = None) -> int:
-        step = restored(self, warm_up)
+    def restore(self: Checkpointer, warm_up: Callable[[], object] | None = None, **allowed: bool) -> int:
+        step = restored(self, warm_up, **allowed)
         if step > 0 and what == "rng":
             torch.rand(1)
         elif step > 0:

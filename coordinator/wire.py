@@ -9,7 +9,8 @@ Topics: ``toprope/<job>/nodes/<node>/inventory``, ``toprope/<job>/nodes/<node>/p
 ``toprope/<job>/desired``. Coordinator HTTP: ``PUT /v1/nodes/<node>/inventory`` answers desired;
 ``POST /v1/attempts`` takes an OpenRequest and answers OpenAnswer; ``GET /v1/desired``, ``GET /v1/status``,
 ``GET /healthz``, ``GET /metrics``. Sidecar HTTP: ``GET /v1/inventory?after=V&wait_s=S`` (long poll),
-``GET /v1/copies/<attempt_uid>/<step>/<rank>?tier=T`` (the image), ``POST /v1/copies/<attempt_uid>/<step>/<rank>/ack``,
+``GET /v1/copies/<attempt_uid>/<step>/<rank>?tier=T`` (the image, or a ``Range`` of it), ``.../parts?tier=T`` (what lies
+where in it, each part's digest), ``POST /v1/copies/<attempt_uid>/<step>/<rank>/ack``,
 ``GET /healthz``, ``GET /metrics``.
 """
 

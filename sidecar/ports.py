@@ -12,6 +12,7 @@ from typing import Protocol
 
 from toprope.coordinator.settings import Wrap
 from toprope.coordinator.wire import Desired, Inventory, OpenAnswer, OpenRequest
+from toprope.sidecar.parts import Parts
 from toprope.store.objects.protocol import ObjectStore
 from toprope.trainer_hooks.slot import Page
 
@@ -77,11 +78,18 @@ class PeersPort(Protocol):
             PeerError: it can't be had.
         """
 
-    def receive(self, url: str, into: memoryview) -> None:
-        """Receive exactly as many bytes as there is room for. Blocks.
+    def receive(self, url: str, into: memoryview, *, begin: int | None = None) -> None:
+        """Receive exactly as many bytes as there is room for: all there are, or those from ``begin`` on. Blocks.
 
         Raises:
             PeerError: they can't be had.
+        """
+
+    def parts(self, url: str) -> Parts:
+        """Return what the image at ``url`` consists of. Blocks.
+
+        Raises:
+            PeerError: it can't be had.
         """
 
     async def acknowledge(self, url: str, *, digest: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,16 +11,16 @@ from toprope.coordinator.wire import RestoreShard
 from toprope.sidecar.effects import Stage
 from toprope.sidecar.events import ShardStaged
 from toprope.sidecar.memory import Memory, NoRoomError
+from toprope.sidecar.parts import Part, Parts, parts_in, runs, wanted
 from toprope.sidecar.ports import PeerError, PeersPort
 from toprope.sidecar.values import Way
 from toprope.store.checkpoint import read_index_at
 from toprope.store.digest import digest, digest_of_file
 from toprope.store.errors import CkptError, UnavailableError
 from toprope.store.files import FileReader, fill_from_image, places
-from toprope.store.manifest import Head, Index, Tensor
+from toprope.store.manifest import Index
 from toprope.store.names import Key
 from toprope.store.objects.protocol import ObjectStore
-from toprope.store.whole import DOCUMENT
 from toprope.trainer_hooks.wire import ALL, DIGESTS, StagedShard
 
 _ALL = frozenset({ALL})
@@ -85,18 +85,19 @@ class Stager:
         if way.kind == "here":
             return self._take_here(request, way), _ALL
         path = self.memory.staged(request.attempt_uid, request.shard.rank, request.part)
+        index = None if way.kind == "node" else self._index(request, way)
         try:
-            if way.kind == "node":
-                view = self.memory.fit(path, request.shard.bytes)
+            if ALL not in request.tensors and (index is None or index.head.digest):
+                some = path.with_suffix(".some")  # has room for these only, and is no file for a whole shard
+                if index is None:
+                    self._some_from_node(request, way, some)
+                else:
+                    self._some_from_store(index, request.tensors, some)
+                return some, request.tensors
+            view = self.memory.fit(path, request.shard.bytes)
+            if index is None:
                 self._from_node(request, way, view)
             else:
-                index = self._index(request, way)
-                if ALL not in request.tensors and index.head.digest:
-                    some = path.with_suffix(".some")  # has room for these only, and is no file for a whole shard
-                    self._some_from_store(index, request.tensors, some)
-                    self._note_digests(index, some.with_suffix(DIGESTS))
-                    return some, request.tensors
-                view = self.memory.fit(path, request.shard.bytes)
                 self._from_store(index, view)
         except (NoRoomError, OSError) as error:
             raise _WayError(f"no room to stage it: {error}") from error
@@ -116,9 +117,23 @@ class Stager:
         return path
 
     def _from_node(self, request: Stage, way: Way, view: memoryview) -> None:
-        place = f"{request.source_attempt_uid}/{request.step}/{request.shard.rank}"
         try:
-            self.peers.receive(f"{way.url}/v1/copies/{place}?tier={way.tier}", view)
+            self.peers.receive(_url(request, way), view)
+        except PeerError as error:
+            raise _WayError(str(error), again=True) from error
+
+    def _some_from_node(self, request: Stage, way: Way, path: Path) -> None:
+        """Fetch the same from a peer, that has taken all digests anew for it: the whole is what the source says."""
+        url = _url(request, way)
+
+        def fetch(some: Sequence[Part], view: memoryview) -> None:
+            for begin, end in runs(some):
+                self.peers.receive(url, view[begin:end], begin=begin)
+
+        try:
+            parts = self.peers.parts(url)
+            _check(parts.digest, request.shard)
+            self._some(parts, request.tensors, path, fetch)
         except PeerError as error:
             raise _WayError(str(error), again=True) from error
 
@@ -140,27 +155,39 @@ class Stager:
 
     def _some_from_store(self, index: Index, tensors: frozenset[str], path: Path) -> None:
         """Fetch header, document and these tensors to where they lie in the image, each checked by its own digest."""
-        wanted = [
-            (at, part)
-            for at, part in places(index)
-            if isinstance(part, Head) or part.name in tensors or part.name == DOCUMENT
-        ]
-        ranges = [(at, at + part.end - part.begin) for at, part in wanted]
-        view = self.memory.fit_parts(path, index.bytes, ranges)
         files = [FileReader(self.objects, file) for file in index.files]
+        stored = dict(places(index))
+
+        def fetch(some: Sequence[Part], view: memoryview) -> None:
+            for part in some:
+                if part.begin < part.end:  # an empty one may begin where another does
+                    lies = stored[part.begin]
+                    view[part.begin : part.end] = files[lies.file].read(lies.begin, lies.end)
+
         try:
-            for (begin, end), (_, part) in zip(ranges, wanted, strict=True):
-                view[begin:end] = files[part.file].read(part.begin, part.end)
-                if digest(view[begin:end]) != part.digest:
-                    name = "its header" if isinstance(part, Head) else f"its tensor {part.name}"
-                    raise _WayError(f"{name} has digest {digest(view[begin:end])}; expected {part.digest}")
+            self._some(parts_in(index), tensors, path, fetch)
         except CkptError as error:
             raise _WayError(str(error), again=isinstance(error, UnavailableError)) from error
 
-    def _note_digests(self, index: Index, path: Path) -> None:
-        """Write down what the digest of each tensor is, so that a trainer can compare what it does not fetch."""
-        body = json.dumps({part.name: part.digest for _, part in places(index) if isinstance(part, Tensor)}).encode()
-        self.memory.fit_parts(path, len(body), [(0, len(body))])[:] = body
+    def _some(
+        self, parts: Parts, tensors: frozenset[str], path: Path, fetch: Callable[[Sequence[Part], memoryview], None]
+    ) -> None:
+        """Let these tensors be fetched, check each, and write down the digests of all, so that they can be compared."""
+        some = wanted(parts, tensors)
+        view = self.memory.fit_parts(path, parts.bytes, [(part.begin, part.end) for part in some])
+        fetch(some, view)
+        for part in some:
+            found = digest(view[part.begin : part.end])
+            if found != part.digest:
+                name = f"its tensor {part.name}" if part.name else "its header"
+                raise _WayError(f"{name} has digest {found}; expected {part.digest}")
+        body = json.dumps({part.name: part.digest for part in parts.parts if part.name}).encode()
+        self.memory.fit_parts(path.with_suffix(DIGESTS), len(body), [(0, len(body))])[:] = body
+
+
+def _url(request: Stage, way: Way) -> str:
+    place = f"{request.source_attempt_uid}/{request.step}/{request.shard.rank}"
+    return f"{way.url}/v1/copies/{place}?tier={way.tier}"
 
 
 def _check(found: str, shard: RestoreShard) -> None:

@@ -6,18 +6,21 @@ import asyncio
 import itertools
 import json
 import re
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from toprope.coordinator.serving import authorised
 from toprope.coordinator.wire import TIERS, Inventory, encode
 from toprope.sidecar import metrics
+from toprope.sidecar.parts import parts_of
 from toprope.sidecar.values import Way
-from toprope.store.errors import UsageError
+from toprope.store.errors import CorruptObjectError, UsageError
 from toprope.store.names import checked_id
 
 MAX_BODY_BYTES = 64 * 1024
@@ -65,6 +68,7 @@ class SidecarHttp:
         application.router.add_get("/metrics", self._metrics)
         application.router.add_get("/v1/inventory", self._inventory)
         application.router.add_get(_COPY, self._copy)
+        application.router.add_get(f"{_COPY}/parts", self._parts)
         application.router.add_post(f"{_COPY}/ack", self._ack)
         return application
 
@@ -86,6 +90,21 @@ class SidecarHttp:
         return web.Response(body=encode(inventory), content_type="application/json")
 
     async def _copy(self, request: web.Request) -> web.StreamResponse:
+        async with self._served(request) as image:
+            return await self._stream(request, image)
+
+    async def _parts(self, request: web.Request) -> web.Response:
+        """Tell what an image consists of, all digests taken now; some of it can then be asked for by its range."""
+        async with self._served(request) as image:
+            try:
+                parts = await asyncio.to_thread(parts_of, image, name=request.path)
+            except CorruptObjectError as error:
+                raise web.HTTPNotFound(text=f"{error}\n") from error
+        return web.Response(body=msgspec.json.encode(parts), content_type="application/json")
+
+    @asynccontextmanager
+    async def _served(self, request: web.Request) -> AsyncIterator[memoryview]:
+        """Yield the copy that is asked for, which is in use until then."""
         attempt_uid, step, rank = _place(request)
         tier = request.query.get("tier", "")
         if tier and tier not in TIERS:
@@ -98,15 +117,20 @@ class SidecarHttp:
         self._copies.began(serve, attempt_uid, step, rank)
         try:
             view = await self._copies.view(Path(way.path))
-            return await self._stream(request, view[:size])
+            yield view[:size]
         except FileNotFoundError as error:
             raise web.HTTPNotFound(text="the copy is gone\n") from error
         finally:
             self._copies.ended(serve)
 
     async def _stream(self, request: web.Request, image: memoryview) -> web.StreamResponse:
-        """Send an image; a reader that stalls or is too slow loses its connection, not the trainer a slot."""
+        """Send an image, or a range of it; who stalls or is too slow loses the connection, not the trainer a slot."""
         response = web.StreamResponse(headers={"Content-Type": "application/octet-stream"})
+        if "Range" in request.headers:
+            size, (begin, end) = len(image), _range(request, len(image))
+            image = image[begin:end]
+            response.set_status(206)
+            response.headers["Content-Range"] = f"bytes {begin}-{end - 1}/{size}"
         response.content_length = len(image)
         try:
             async with asyncio.timeout(self._use_deadline_s + len(image) / _LEAST_BYTES_PER_S):
@@ -134,6 +158,16 @@ class SidecarHttp:
             raise web.HTTPBadRequest(text="digest is 32 hex digits\n")
         self._copies.acked(holder, attempt_uid, step, rank, digest)
         return web.Response(status=204)
+
+
+def _range(request: web.Request, size: int) -> tuple[int, int]:
+    try:
+        begin, end, _ = request.http_range.indices(size)
+    except ValueError:
+        begin = end = 0
+    if begin >= end:
+        raise web.HTTPRequestRangeNotSatisfiable(text=f"give a range within {size} bytes\n")
+    return begin, end
 
 
 def _place(request: web.Request) -> tuple[str, int, int]:

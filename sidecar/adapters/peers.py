@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import http.client
+from collections.abc import Iterator
+from contextlib import contextmanager
 from urllib.parse import urlsplit
 
 import aiohttp
+import msgspec
 
 from toprope.coordinator.serving import limited_body
 from toprope.coordinator.wire import MAX_INVENTORY_BYTES, DocumentError, Inventory, decode
+from toprope.sidecar.parts import MAX_PARTS_BYTES, Parts, decoded
 from toprope.sidecar.ports import PeerError, said
 
 WATCH_S = 10.0
@@ -39,19 +43,39 @@ class HttpPeers:
         except (aiohttp.ClientError, TimeoutError, OSError, DocumentError) as error:
             raise PeerError(f"{url}: {said(error)}") from error
 
-    def receive(self, url: str, into: memoryview) -> None:
-        """Receive exactly as many bytes as there is room for."""
+    def receive(self, url: str, into: memoryview, *, begin: int | None = None) -> None:
+        """Receive exactly as many bytes as there is room for: all there are, or those from ``begin`` on."""
+        some = {} if begin is None else {"Range": f"bytes={begin}-{begin + len(into) - 1}"}
+        with self._answer(url, some) as response:
+            if response.length != len(into):
+                raise PeerError(f"{urlsplit(url).netloc} has {response.length} bytes; expected {len(into)}")
+            _fill(response, into)
+
+    def parts(self, url: str) -> Parts:
+        """Return what the image at ``url`` consists of."""
         parts = urlsplit(url)
+        with self._answer(f"{parts.scheme}://{parts.netloc}{parts.path}/parts?{parts.query}", {}) as response:
+            body = response.read(MAX_PARTS_BYTES + 1)
+        try:
+            if len(body) > MAX_PARTS_BYTES:
+                raise PeerError(f"{parts.netloc} lists parts in more than {MAX_PARTS_BYTES} bytes")
+            return decoded(body)
+        except msgspec.MsgspecError as error:
+            raise PeerError(f"{parts.netloc} lists parts that can't be read: {error}") from error
+
+    @contextmanager
+    def _answer(self, url: str, some: dict[str, str]) -> Iterator[http.client.HTTPResponse]:
+        """Yield the answer to GET: of all, or of as much as the header ``some`` asks for."""
+        parts = urlsplit(url)
+        expected = http.HTTPStatus.PARTIAL_CONTENT if some else http.HTTPStatus.OK
         connection = http.client.HTTPConnection(parts.hostname or "", parts.port or 80, timeout=self._stall_timeout_s)
         try:
-            connection.request("GET", f"{parts.path}?{parts.query}", headers=self._headers)
+            connection.request("GET", f"{parts.path}?{parts.query}", headers=self._headers | some)
             with connection.getresponse() as response:  # one that ends with its connection holds the socket itself
-                if response.status != http.HTTPStatus.OK:
+                if response.status != expected:
                     text = response.read(500).decode("utf-8", "replace")
                     raise PeerError(f"{parts.netloc} answered {response.status}: {text}")
-                if response.length != len(into):
-                    raise PeerError(f"{parts.netloc} has {response.length} bytes; expected {len(into)}")
-                _fill(response, into)
+                yield response
         except (OSError, http.client.HTTPException) as error:
             raise PeerError(f"{parts.netloc}: {said(error)}") from error
         finally:

@@ -19,6 +19,7 @@ from toprope.sidecar.adapters.files import Disk, Pages
 from toprope.sidecar.effects import Stage
 from toprope.sidecar.memory import DroppedError, Memory
 from toprope.sidecar.object_tier import read_back
+from toprope.sidecar.parts import Parts, parts_of
 from toprope.sidecar.ports import PeerError
 from toprope.sidecar.staging import Stager, StagingError
 from toprope.sidecar.values import Way
@@ -39,15 +40,26 @@ class FakePeers:
     """Other sidecars: what each serves, by the part of its url before the path."""
 
     served: dict[str, bytes] = field(default_factory=dict)
+    listed: dict[str, bytes] = field(default_factory=dict)
+    received: int = 0
 
     async def watch(self, url: str, *, after: int) -> Inventory:
         raise PeerError(url)
 
-    def receive(self, url: str, into: memoryview) -> None:
+    def receive(self, url: str, into: memoryview, *, begin: int | None = None) -> None:
+        body = self._body(url)
+        into[:] = body if begin is None else body[begin : begin + len(into)]
+        self.received += len(into)
+
+    def parts(self, url: str) -> Parts:
+        """List parts as they were before anything went wrong on the way."""
+        return parts_of(memoryview(self.listed.get(url.partition("/v1/")[0], self._body(url))), name=url)
+
+    def _body(self, url: str) -> bytes:
         body = self.served.get(url.partition("/v1/")[0])
         if body is None:
             raise PeerError(f"{url}: away")
-        into[:] = body
+        return body
 
     async def acknowledge(self, url: str, *, digest: str) -> None:
         raise PeerError(url)
@@ -132,6 +144,42 @@ def stored(body: bytes) -> FakeStore:
     objects.create(Key(STORED.files[0].key), body)
     objects.create(INDEX, encode(STORED))
     return objects
+
+
+def some_of(memory: Memory, peers: FakePeers, *tensors: str) -> tuple[frozenset[str], bytes, dict[str, str]]:
+    """Stage these tensors from a peer; return what is there, the file, and the digests beside it."""
+    shard = RestoreShard(rank=0, bytes=len(BODY), digest=DIGEST, sources=())
+    names = frozenset(tensors)
+    request = Stage(attempt_uid=NEW, source_attempt_uid=UID, step=1, shard=shard, ways=(PEER,), tensors=names, part=1)
+    staged = Stager(memory=memory, peers=peers, objects=FakeStore(), doubt=lambda *_: None).stage(request)
+    path = Path(staged.shard.path)
+    return staged.tensors, path.read_bytes(), json.loads(path.with_suffix(DIGESTS).read_bytes())
+
+
+def test_of_a_peer_s_copy_only_the_tensors_that_are_wanted_are_received(memory: Memory) -> None:
+    (weight, document) = STORED.tensors
+    peers = FakePeers({"http://b": BODY})
+    tensors, found, digests = some_of(memory, peers)
+    assert (tensors, found[: weight.begin], found[document.begin :]) == (
+        frozenset(),
+        BODY[: weight.begin],
+        BODY[document.begin :],
+    )
+    assert found[weight.begin : weight.end] == bytes(4096), "nothing that was ever saved"
+    assert peers.received == len(BODY) - 4096
+    assert digests == {one.name: one.digest for one in STORED.tensors}
+    assert some_of(memory, peers, weight.name)[:2] == (frozenset({weight.name}), BODY)
+
+
+def test_what_a_peer_lists_or_sends_that_is_not_of_the_source_is_refused(memory: Memory) -> None:
+    (weight, _) = STORED.tensors
+    with pytest.raises(StagingError, match=f"its digest is .*; expected {DIGEST}"):
+        some_of(memory, FakePeers({"http://b": wrong(BODY)}))
+    changed = FakePeers({"http://b": wrong(BODY)}, listed={"http://b": BODY})
+    with pytest.raises(StagingError, match=f"its tensor {weight.name} has digest .*; expected {weight.digest}"):
+        some_of(memory, changed, weight.name)
+    with pytest.raises(StagingError, match=r"http://b.*: away"):
+        some_of(memory, FakePeers())
 
 
 def test_wrong_bytes_of_a_peer_are_not_staged_and_the_next_way_is_tried(memory: Memory) -> None:
