@@ -95,7 +95,10 @@ class Attempt:
         self._source = StagedSource(
             attempt=attempt, ask=lambda number, wants: self._entry.stage(attempt, number, wants)
         )
-        self._source.join()
+        try:
+            self._source.join()
+        except NextRound as error:
+            raise SupersededError(f"attempt {attempt.number} is over: {error}; this process must end") from error
         self._loaded, self._begun, self._closed = True, True, False
         self._set_out()
 

@@ -79,8 +79,10 @@ class Sealer:
 def is_hashed(slot: wire.Slot, sealed: wire.Sealed) -> bool:
     """Say whether the sidecar has hashed what was sealed, or has gone on to use the slot again.
 
+    One that it has dropped, for what it holds is not what it should be, is empty under the same number.
+
     Raises:
         OSError: the page can't be read.
     """
     page = read_page(Path(slot.page_path))
-    return page.seq != sealed.seq or page.state not in {SlotState.WRITING, SlotState.SEALED}
+    return page.seq > sealed.seq or (page.seq == sealed.seq and page.state is SlotState.HASHED)

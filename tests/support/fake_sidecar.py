@@ -322,6 +322,7 @@ class FakeSidecar:
         self._seq += 1
         self._lent[rank, number] = self._seq
         paths = self.slot(rank, number)
+        write_page(paths.page, Page(seq=self._seq, rank=rank))
         self._send(
             peer,
             wire.Slot(
