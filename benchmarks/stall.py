@@ -146,7 +146,7 @@ def show(figures: dict[str, Any]) -> None:
             share = found["idle_s"] / STEP_S
             print(f"{kind}: a step with nothing due takes {found['idle_s'] * 1e6:.1f} us, {share:.4%} of a 20 ms step")
     for kind, reason in figures["absent"].items():
-        print(f"{kind}: not run: {reason}")
+        print(f"{kind}: {'not in each round' if kind in figures['kinds'] else 'not run'}: {reason}")
 
 
 class Trainer:

@@ -192,6 +192,7 @@ def test_close_waits_for_the_copy_before_it_says_goodbye(sidecar: FakeSidecar, t
     one.end_step()
     assert held.held
     assert one.hook.close("memory")
+    sidecar.wait(lambda: bool(sidecar.kinds(wire.Bye)))
     assert [type(frame) for frame in sidecar.heard[-2:]] == [wire.Sealed, wire.Bye]
     assert one.check(tmp_path) == one.step - 1
 
@@ -312,6 +313,7 @@ def test_an_optimizer_in_the_backward_pass_is_never_copied_later(sidecar: FakeSi
     assert one.check(tmp_path) == one.step - 1
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # the compiler's own
 def test_a_compiled_update_has_no_fence_and_is_never_copied_later(sidecar: FakeSidecar, tmp_path: Path) -> None:
     model = Net()
@@ -324,6 +326,7 @@ def test_a_compiled_update_has_no_fence_and_is_never_copied_later(sidecar: FakeS
     assert one.check(tmp_path) == one.step - 1
 
 
+@pytest.mark.long
 def test_a_compiled_model_is_copied_later(sidecar: FakeSidecar, tmp_path: Path) -> None:
     model: Any = torch.compile(Net(), backend="eager")
     optimizer = torch.optim.AdamW(model.parameters())
