@@ -150,6 +150,7 @@ SERVICE_ERRORS = {
 }
 HOOK_ERRORS = {
     "HookError": 1,
+    "PreemptedError": 143,
     "RestoreError": 1,
     "SidecarUnavailableError": 1,
     "SupersededError": 1,

@@ -17,6 +17,7 @@ PROCESS_EDGES: dict[str, str] = {
     "chaos/live/forkserver.py::_become": "a forked rank: prints the traceback and ends with status 1",
     "chaos/sim/loop.py::call": "stands for a thread of a pool: gives the error to whoever awaits it",
     "chaos/sim/loop.py::run_in_executor": "the same place: the function around it",
+    "chaos/sim/threads.py::_run": "a simulated thread: ends, and its error is left to who resumes it",
 }
 """``file::function`` -> why it may catch every exception: the edge of a process or thread, which logs and ends it."""
 
@@ -72,7 +73,7 @@ def test_nothing_shipped_unpickles_or_runs_what_it_reads() -> None:
 
 def test_only_the_state_of_a_trainer_is_ever_unpickled() -> None:
     users = {str(path) for path in shipped_files() if "toprope.trainer_hooks.opaque" in set(_imports(tree_of(path)))}
-    assert users == {"trainer_hooks/apply.py", "trainer_hooks/tree.py"}
+    assert users == {f"trainer_hooks/{name}.py" for name in ("apply", "dcp_content", "tree")}
 
 
 def test_no_mock_is_used_anywhere() -> None:
