@@ -303,8 +303,10 @@ def _check_parts(index: Index, *, key: Key) -> None:
         if not at[part.file] <= part.begin <= part.end <= index.files[part.file].bytes:
             raise CorruptObjectError(f"{key}: {name} does not lie inside its file and apart")
         at[part.file] = part.end
+    if (length := index.head.end - index.head.begin) > LENGTH_BYTES + MAX_HEADER_BYTES:
+        raise CorruptObjectError(f"{key}: its header has {length} bytes; at most {LENGTH_BYTES + MAX_HEADER_BYTES}")
     total = sum(part.end - part.begin for part in image_parts(index))
-    if total != index.bytes or index.head.end - index.head.begin > LENGTH_BYTES + MAX_HEADER_BYTES:
+    if total != index.bytes:
         raise CorruptObjectError(f"{key}: what it names has {total} bytes, and its image {index.bytes}")
 
 

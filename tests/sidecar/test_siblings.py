@@ -23,10 +23,10 @@ from toprope.sidecar.siblings import Siblings
 from toprope.sidecar.values import Shard
 from toprope.store.checkpoint import read_index, read_index_at, read_manifest
 from toprope.store.digest import digest
-from toprope.store.errors import UnavailableError
+from toprope.store.errors import CorruptObjectError, UnavailableError
 from toprope.store.files import image_chunks
-from toprope.store.incremental import HEAD
-from toprope.store.manifest import Index, Manifest
+from toprope.store.incremental import HEAD, Placed
+from toprope.store.manifest import File, Index, Manifest
 from toprope.store.names import Key
 from toprope.store.shard import parse_header
 from toprope.store.verify import verify_checkpoint
@@ -162,6 +162,41 @@ def test_a_tensor_of_our_name_is_left_to_nobody() -> None:
     assert (receipt.rests_on, builder.store.read(Key(receipt.key))) == ((), odd)
 
 
+def test_a_rank_does_not_rest_on_what_it_stored_itself_before() -> None:
+    builder = built()
+    tier = ObjectTier(builder.store, "job", codec="none")
+    assert [put(tier, builder, step=10, rank=0, nonce=nonce).rests_on for nonce in ("0a", "0b")] == [(), ()]
+
+
+def test_what_another_rank_has_of_an_older_step_is_named_only_on_the_same_base(monkeypatch: pytest.MonkeyPatch) -> None:
+    builder = built()
+    seq = builder.checkpoint(10)
+    tier = ObjectTier(builder.store, "job", codec="none")
+    old = put(tier, builder, step=20, rank=0, nonce="0a")
+    assert read_index_at(builder.store, Key(old.index_key)).base == seq
+    monkeypatch.setattr(tier, "_base_of", lambda _: None)
+    new = put(tier, builder, step=20, rank=1, nonce="1a")
+    index = read_index_at(builder.store, Key(new.index_key))
+    assert ([file.key for file in index.files], index.base) == ([new.key, old.key], None)
+
+
+@pytest.mark.parametrize(("kept", "borrows"), [(62, True), (63, False)])
+def test_no_more_files_are_named_than_an_index_may_name(kept: int, borrows: bool) -> None:  # noqa: FBT001 - a column
+    builder = built()
+    key = Key(put(ObjectTier(builder.store, "job"), builder, step=10, rank=0, nonce="0a").index_key)
+    whole = read_index_at(builder.store, key)
+    image = replica(step=10, rank=0, world=WORLD, job_uid=builder.log.state.job_uid)
+    tensor = whole.tensors[0]
+    old = {f"old{n}": Placed(file=File(key=f"old{n}", bytes=1, digest=""), tensor=tensor) for n in range(kept)}
+    siblings = Siblings()
+    first, second = (shard_of(image, builder, step=10, rank=rank) for rank in (0, 1))
+    with siblings.turn(first, whole, None, {}) as (turn, _):
+        turn.index = whole
+    with siblings.turn(second, whole, None, old) as (turn, borrowed):
+        assert bool(borrowed.turns) is borrows
+        turn.index = whole
+
+
 # On the way to READY
 
 
@@ -214,6 +249,8 @@ def test_an_upload_that_was_repeated_is_read_back_too_if_another_rank_rests_on_i
     (again,) = way.uploaded(range(1), nonce="a")
     way.told(again)
     assert {task.key for task in way.asked()} == {again.key, *(copy.key for copy in before)}
+    way.commits.found = {copy.key: copy.stored_digest for copy in (again, *before[1:])}
+    assert [task.key for task in way.asked()] == [before[0].key]
     intent = way.intent()
     assert [receipt.copy for receipt in intent.receipts] == [again, *before[1:]]
     assert [receipt.copy for receipt in intent.others] == [before[0]]
@@ -249,6 +286,20 @@ def test_what_a_rank_rests_on_is_found_damaged_before_anything_is_ready() -> Non
     (said,) = way.commits.steer(last_step=0, readers=["a", "b"], now_s=2.0)
     assert before[0].key in str(said)
     assert 10 in way.commits.dead
+
+
+def test_an_index_whose_tensors_lie_outside_of_its_own_file_makes_nothing_ready() -> None:
+    def change(index: Index) -> Index:
+        last = index.tensors[-1]
+        assert last.file == 0
+        return msgspec.structs.replace(
+            index, tensors=(*index.tensors[:-1], msgspec.structs.replace(last, end=last.end + 10**6))
+        )
+
+    way = Way()
+    way.told(*way.uploaded(range(WORLD), nonce="a"))
+    with pytest.raises(CorruptObjectError, match="does not lie inside its file"):
+        way.made(way.intent(), change=change)
 
 
 @pytest.mark.parametrize("lie", ["digest", "begin"])

@@ -11,8 +11,8 @@ from tests.support.stores import JobBuilder, adapter_image, small_store
 
 from toprope.sidecar.packing import Codec
 from toprope.store import checkpoint, digest, shard
-from toprope.store.checkpoint import read_index, read_manifest
-from toprope.store.errors import NothingToVerifyError, UnavailableError
+from toprope.store.checkpoint import check_places, read_index, read_index_at, read_manifest
+from toprope.store.errors import CorruptObjectError, NothingToVerifyError, UnavailableError
 from toprope.store.log import read_log
 from toprope.store.manifest import Index, Manifest, Packed
 from toprope.store.names import Key
@@ -280,9 +280,15 @@ LYING_INDEXES: dict[str, tuple[Callable[[Index], Index], str]] = {
         lambda index: msgspec.structs.replace(index, head=msgspec.structs.replace(index.head, file=-1)),
         "lies in file -1 of 1",
     ),
-    "a file that can't be packed so small": (
-        with_file(packed=Packed(codec="zstd", bytes=0, digest="0" * 32)),
+    "a packed file by the name of one that is not": (
+        with_file(packed=Packed(codec="zstd", bytes=500, digest="0" * 32)),
         "not one of a shard",
+    ),
+    "a file that can't be packed so small": (
+        lambda index: with_file(key=f"{index.files[0].key}.zst", packed=Packed(codec="zstd", bytes=0, digest="0" * 32))(
+            index
+        ),
+        "0 bytes can't be",
     ),
     "a tensor past the end": (with_tensor(end=10**9), "does not lie inside"),
     "a tensor backwards": (with_tensor(end=8), "does not lie inside"),
@@ -303,6 +309,32 @@ def test_an_index_that_lies_under_its_true_hash_is_found(what: str) -> None:
     damages = verify_checkpoint(builder.store, builder.log.state, seq).damages
     assert text in damages[0].what
     assert [damage.rank for damage in damages] == [0, 1]
+
+
+def test_an_index_that_is_read_by_its_key_alone_may_lie_no_more_than_others() -> None:
+    builder = JobBuilder(FakeStore()).begin()
+    builder.checkpoint(10, change_index=with_file(key="other/shards/a1/s000000010/rank-00000-of-00002-0a.safetensors"))
+    keys = [key for key in builder.store.list("job/") if ".index." in key]
+    for key in keys:
+        with pytest.raises(CorruptObjectError, match="not one of that rank and step"):
+            read_index_at(builder.store, key)
+
+
+def test_a_header_of_more_than_the_limit_is_refused() -> None:
+    builder = JobBuilder(FakeStore()).begin()
+    builder.checkpoint(10)
+    key = next(key for key in builder.store.list("job/") if ".index." in key)
+    index = read_index_at(builder.store, key)
+    most = shard.LENGTH_BYTES + shard.MAX_HEADER_BYTES
+
+    def with_header(size: int) -> Index:
+        head = msgspec.structs.replace(index.head, end=size)
+        file = msgspec.structs.replace(index.files[0], bytes=size)
+        return msgspec.structs.replace(index, bytes=size, head=head, files=(file,), tensors=())
+
+    check_places(with_header(most), job="job", key=key)
+    with pytest.raises(CorruptObjectError, match=f"its header has {most + 1} bytes; at most {most}"):
+        check_places(with_header(most + 1), job="job", key=key)
 
 
 def test_objects_over_their_limit_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
