@@ -29,7 +29,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from first import BYTES_PER_PARAMETER, EVERY, PARAMETERS_EACH, shared, timed, wait_protected
+from first import BYTES_PER_PARAMETER, EVERY, MEMORY, PARAMETERS_EACH, shared, timed, wait_protected
 from others import NEED_PEERS, OTHERS, saving
 
 OWN = ("eager", "lazy")
@@ -79,9 +79,11 @@ def measure(*, mib: int, rounds: int, kinds: Sequence[str], peers: Path | None) 
     loads = []
     with (
         tempfile.TemporaryDirectory(prefix="toprope-bench-") as directory,
+        tempfile.TemporaryDirectory(prefix="toprope-bench-", dir=MEMORY if MEMORY.is_dir() else None) as memory,
         running_cluster(Path(directory), job="bench", cadences=cadences) as cluster,
     ):
         command = [sys.executable, __file__, "--round", str(cluster.nodes["a"].socket)]
+        env["TMPDIR"] = memory  # for what others save
         command += ["--coordinator", cluster.coordinator_url, "--mib", str(mib), "--only"]
         for number in range(rounds):
             loads.append(os.getloadavg()[0])
