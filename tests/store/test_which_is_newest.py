@@ -61,7 +61,6 @@ def contents(root: Path) -> dict[str, bytes]:
     return {str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*") if path.is_file()}
 
 
-@pytest.mark.fault("B50")
 def test_what_never_became_ready_is_not_restored_and_is_told_of_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -136,7 +135,6 @@ def test_what_a_writer_left_half_done_blocks_no_step_and_only_a_dead_ones_goes(
     assert newest(root, tmp_path / "out", capsys) == 300
 
 
-@pytest.mark.fault("B72")
 @pytest.mark.parametrize("skew_s", [7200, -7200, None], ids=["ahead", "behind", "jumping"])
 def test_no_clock_decides_what_is_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, skew_s: int | None) -> None:
     """What is on its way stays, old orphans go: whatever the wall clock and the times of the files say."""
