@@ -48,14 +48,17 @@ def start_rendezvous(cluster: Cluster) -> tuple[Process, int]:
     """Start the store that the agents meet in; return it and its port."""
     ready = cluster.directory / "ready" / "rendezvous.json"
     ready.parent.mkdir(exist_ok=True)
+    ready.unlink(missing_ok=True)  # of one before
     arguments = [sys.executable, "-m", "toprope.chaos.live.rendezvous", str(ready)]
     process = Process("rendezvous store", arguments, log=cluster.log("rendezvous"))
-    return process, int(wait_ready(process, ready)["port"])
+    return process, int(wait_ready(process, ready, timeout_s=120.0)["port"])  # it imports torch
 
 
-def start_agent(cluster: Cluster, node: Node, training: Training, *, rendezvous_port: int) -> Process:
-    """Start a node's torchrun agent, which starts its ranks."""
-    options = [f"--nnodes={training.nodes}", f"--nproc-per-node={training.ranks}", "--max-restarts=10"]
+def start_agent(
+    cluster: Cluster, node: Node, training: Training, *, rendezvous_port: int, restarts: int = 10
+) -> Process:
+    """Start a node's torchrun agent, which starts its ranks, and again so often when one fails."""
+    options = [f"--nnodes={training.nodes}", f"--nproc-per-node={training.ranks}", f"--max-restarts={restarts}"]
     options += ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{rendezvous_port}", "--rdzv-id=demo"]
     options += [f"--rdzv-conf={_RENDEZVOUS}"]
     env = _ONE_THREAD | _SEPARATE_STORES | {"CKPT_SOCKET": str(node.socket)}
