@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import TypeAlias
 
 import msgspec
+from msgspec import UNSET
 
 from toprope.store.errors import FencedError, UsageError
 from toprope.store.fold import JobState, needed_by
@@ -111,6 +112,8 @@ def taints_of(
 
 
 def _checked_job(state: JobState, job: Job) -> Job | None:
+    if job.base is not UNSET:
+        raise UsageError(f"job {state.job}: a base is set when a job begins, by `ckpt coordinator --base JOB@STEP`")
     if job.spec_sha256 is not None:
         if state.spec_sha256 is None:
             raise UsageError(f"job {state.job}: no spec has been set yet; its first attempt sets it")

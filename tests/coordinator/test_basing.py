@@ -250,6 +250,14 @@ def test_a_policy_of_its_own_job_keeps_the_base() -> None:
         checked(read_log(store, "job"), Retire(seqs=(base.seq,)))
 
 
+def test_nobody_can_ask_a_coordinator_to_set_a_base() -> None:
+    state = small_store(FakeStore()).log.state
+    for more in ({}, {"retain": "last=1"}, {"spec_sha256": "5e" * 32}):
+        change = msgspec.structs.replace(Job(uid=state.job_uid, name="job", base=BASE), **more)
+        with pytest.raises(UsageError, match="a base is set when a job begins"):
+            checked(state, change)
+
+
 def test_the_base_is_set_once_before_the_first_attempt_and_is_of_another_job() -> None:
     store = FakeStore()
     small_store(store)
