@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -49,6 +50,28 @@ def _wait_free(checkpointer: Checkpointer, count: int) -> None:
     assert session is not None
     with session._news:
         assert session._news.wait_for(lambda: len(session.slots._free) >= count, 100)
+
+
+def killed(arguments: Sequence[str]) -> None:
+    """Train to the end, from wherever the job stands; told to die, rank 1 does so by SIGKILL in its first launch."""
+    socket, dies, out = arguments[0], arguments[1] == "dies", Path(arguments[3])
+    rank = int(os.environ["RANK"])
+    distributed.init_process_group("gloo", timeout=timedelta(seconds=60))
+    trainer = _trainer(rank, 1)
+    checkpointer = Checkpointer(job="j", socket=socket, **trainer.named())
+    begun = checkpointer.restore(warm_up=trainer.step)
+    for step in range(begun + 1, STEPS + 1):
+        trainer.step()
+        checkpointer.end_step(step)
+        _wait_free(checkpointer, 3)
+        if dies and begun == 0 and step == STOP:
+            distributed.barrier()  # all have saved it
+            if rank == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+    checkpointer.close()
+    out.mkdir(exist_ok=True, parents=True)
+    (out / f"found-{rank}.json").write_text(json.dumps([begun, trainer.digest()]))
+    distributed.destroy_process_group()
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -13,12 +13,14 @@ import torch
 from tests.support.fake_sidecar import FakeSidecar
 from tests.support.source import ROOT
 from tests.support.tiny_trainer import raw, tiny
-from tests.support.warming_rank import WORLD
+from tests.support.warming_rank import STOP, WORLD
 from torch import nn
+from torch._dynamo.utils import counters
 from torch.utils.data import DataLoader, TensorDataset
 from torchdata.stateful_dataloader import StatefulDataLoader  # type: ignore[import-untyped]
 
 from toprope.chaos.live.forking import ForkServer
+from toprope.chaos.live.processes import wait_until
 from toprope.chaos.live.ranks import World
 from toprope.trainer_hooks import Checkpointer, ElasticSampler, UsageError
 from toprope.trainer_hooks.state import Parts
@@ -225,3 +227,61 @@ def test_default_ddp_goes_on_bit_for_bit_with_a_warm_up_and_only_then(tmp_path: 
     assert [one["warm-parts"] == one["warm-whole"] for one in found] == [True] * WORLD
     assert [one["cold-parts"] == one["cold-whole"] for one in found] == [False] * WORLD
     assert said.count("DDP regroups its gradient buckets") == 3  # each cold launch
+
+
+@pytest.mark.long
+def test_default_ddp_goes_on_bit_for_bit_after_a_sigkill_with_a_warm_up(tmp_path: Path, memory_dir: Path) -> None:
+    found = {}
+    with ForkServer("tests.support.warming_rank", path=[ROOT]) as server:
+        for dies in ("dies", "lives"):
+            with FakeSidecar(memory_dir / dies) as sidecar:
+                ranks = World(
+                    server=server,
+                    directory=tmp_path / dies,
+                    arguments=(str(sidecar.socket_path), dies),
+                    world=WORLD,
+                    target="tests.support.warming_rank:killed",
+                )
+                ranks.start()
+                try:
+                    if dies == "dies":
+                        wait_until(lambda: -9 in ranks.statuses().values(), what="the kill", timeout_s=110.0)  # noqa: B023 - used at once
+                        ranks.restart()
+                    ranks.finish(timeout_s=110.0)
+                finally:
+                    ranks.stop()
+            found[dies] = [json.loads((ranks.out / f"found-{rank}.json").read_text()) for rank in range(WORLD)]
+    assert [begun for begun, _ in found["dies"]] == [STOP] * WORLD
+    assert [digest for _, digest in found["dies"]] == [digest for _, digest in found["lives"]]
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's own making, while it compiles
+def test_a_warm_up_compiles_all_that_training_needs_and_changes_no_bit(memory_dir: Path) -> None:
+    def launch(sidecar: FakeSidecar, *, last: int, seed: int) -> tuple[int, int, str]:
+        """Return where it began, how many graphs training compiled after the warm-up, and a digest of the end."""
+        torch.compiler.reset()  # as a new process begins
+        trainer = tiny(seed)
+        trainer.net = torch.compile(trainer.model)  # type: ignore[assignment] # it is called as a module
+        hook = Checkpointer(job="j", socket=sidecar.socket_path, **{**trainer.named(), "model": trainer.model})
+        begun = hook.restore(warm_up=trainer.step)
+        before = counters["stats"]["unique_graphs"]
+        assert before > 0
+        for step in range(begun + 1, last + 1):
+            trainer.step()
+            hook.end_step(step)
+            session = hook._session
+            assert session is not None
+            with session._news:
+                assert session._news.wait_for(lambda: len(session.slots._free) >= 3, 30)  # noqa: B023 - used at once
+        hook.close()
+        return begun, counters["stats"]["unique_graphs"] - before, trainer.digest()
+
+    counters.clear()
+    with FakeSidecar(memory_dir / "whole") as whole, FakeSidecar(memory_dir / "parts") as parts:
+        uninterrupted = launch(whole, last=4, seed=1)
+        assert launch(parts, last=2, seed=1)[:2] == (0, 0)
+        resumed = launch(parts, last=4, seed=9)
+    assert (uninterrupted[:2], resumed[:2]) == ((0, 0), (2, 0))
+    assert resumed[2] == uninterrupted[2]
