@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import tempfile
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ from toprope.chaos import demo as the_demo
 from toprope.chaos.live.processes import LiveError
 from toprope.chaos.progress import Progress
 from toprope.chaos.report import render
-from toprope.chaos.sim import search
+from toprope.chaos.sim import search, shrink
 from toprope.store.errors import CkptError, UsageError
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
@@ -38,20 +39,39 @@ def searches() -> None:
 @chaos.command()
 def sim(
     *,
-    seeds: Annotated[int, typer.Option(metavar="N", min=1, help="How many histories to run.")] = 100,
+    seeds: Annotated[str, typer.Option(metavar="N|A:B", help="How many histories to run, or from which to which.")] = (
+        "100"
+    ),
     seed: Annotated[int, typer.Option(metavar="S", min=0, help="The first seed; the others follow it.")] = 0,
-    jobs: Annotated[int, typer.Option(min=1, help="Processes to run them in.")] = 1,
+    jobs: Annotated[int, typer.Option(min=0, help="Processes to run them in; 0: one for each core.")] = 0,
     mutant: Annotated[str, typer.Option(metavar="NAME", help="Switch this safeguard off: must be found out.")] = "",
+    replay: Annotated[
+        str, typer.Option(metavar="FILE|TEXT", help="Run the one history again that a search printed.")
+    ] = "",
 ) -> None:
     """Run simulated histories, each from its seed, and judge them from outside.
 
-    Exit status 0 only when no promise was broken; else each broken one is told with its seed, options and story.
+    Exit status 0 only when no promise was broken; else each broken one is made small and told with its seed, options
+    and story.
     """
     if mutant and mutant not in search.names():
         raise UsageError(f"--mutant {mutant!r}: give one of {', '.join(search.names())}")
-    found = search.run(range(seed, seed + seeds), mutant=mutant, jobs=jobs, tell=print)
+    if replay:
+        outcome = shrink.retold(replay)
+        print(outcome)
+        raise typer.Exit(1 if outcome.invariant else 0)
+    found = search.run(_seeds(seeds, seed), mutant=mutant, jobs=jobs or len(os.sched_getaffinity(0)), tell=print)
     print(found.summary())
     raise typer.Exit(1 if found.broken else 0)
+
+
+def _seeds(text: str, first: int) -> range:
+    begin, colon, end = text.rpartition(":")
+    if (begin.isdecimal() or not colon) and end.isdecimal():
+        seeds = range(int(begin), int(end)) if colon else range(first, first + int(end))
+        if seeds:
+            return seeds
+    raise UsageError(f"--seeds {text!r}: give a number of histories, as in 100, or a range, as in 1000:2000")
 
 
 @app.callback()

@@ -24,6 +24,8 @@ ROOT = Path(__file__).resolve().parents[1]
 STATE = ROOT / ".test-long"
 PAGE = ROOT / "docs" / "results" / "long.md"
 TIMEOUT_S = 3600.0
+SEEDS, SEEDS_IN_ALL = 1000, 50_000
+"""Histories of the simulator: so many in one check, and in all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,11 +50,16 @@ class Result:
 
 
 def checks() -> list[Check]:
-    """Return the long checks: the demo, the benchmark, and each test that is marked ``long``."""
+    """Return the long checks: the demo, the benchmark, the simulator's seeds, each test that is marked ``long``."""
     python = sys.executable
+    simulator = (python, "-m", "toprope", "chaos", "sim", "--seeds")
     fixed = [
         Check(name="demo", command=(python, "-m", "toprope", "demo")),
         Check(name="benchmark", command=(python, "benchmarks/first.py")),
+        *(
+            Check(name=f"simulator {begin}:{begin + SEEDS}", command=(*simulator, f"{begin}:{begin + SEEDS}"))
+            for begin in range(0, SEEDS_IN_ALL, SEEDS)
+        ),
     ]
     listing = _run((python, "-m", "pytest", "--collect-only", "-q", "-m", "long", "-p", "no:randomly"))
     if listing.returncode not in {0, 5}:  # 5: no test is marked

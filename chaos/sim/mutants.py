@@ -10,223 +10,265 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-from collections.abc import Callable, Iterator
+import random
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from toprope.coordinator.intents import CommitStep
-from toprope.coordinator.phases import Progress
-from toprope.coordinator.wire import ReadBack
-from toprope.store.errors import AlreadyExistsError, UnavailableError
-from toprope.store.fold import JobState
-from toprope.store.log import Appended, Create, append_steps, drive
-from toprope.store.records import Ready
+from toprope.chaos.sim import stand_ins as s
+from toprope.chaos.sim.options import AMBUSH, PAIR, PEOPLE, READERS, SMALL, Options, draw
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mutant:
-    """A safeguard switched off. ``patches``: module and dotted name to what takes its place, given what was there."""
+    """A safeguard switched off. ``patches``: module and dotted name to what takes its place, given what was there.
+
+    ``narrow``: what the options drawn from the seed are replaced by.
+    """
 
     name: str
     safeguard: str
     invariant: str
     seed: int
     patches: dict[tuple[str, str], Callable[[Any], Any]]
+    narrow: Mapping[str, Any] = field(default_factory=dict)
 
-
-def _always(value: object) -> Callable[[Any], Any]:
-    return lambda _before: lambda *_args, **_kwargs: value
+    def options(self, seed: int) -> Options:
+        """Return the options of a seed, narrowed to the trouble in which the safeguard matters."""
+        return draw(random.Random(seed), **self.narrow)
 
 
 YES = True
-_NO_OWN_CHECK = {("toprope.store.log", "violation"): _always(None)}
-
-
-def _unfenced(_before: Any) -> Any:  # noqa: ANN401 - stands in for any function
-    async def append(self: Any, make: Any) -> Appended:  # noqa: ANN401 - as Log.append
-        async with self._one_at_a_time:
-            steps = append_steps(self.state, make, term=1 << 30, writer_id=self._writer_id)
-            done = await drive(steps, self._call)
-            self.state = done.state
-            return done
-
-    return append
-
-
-def _ready_whatever(_before: Any) -> Any:  # noqa: ANN401 - stands in for any function
-    def make_ready(state: JobState, intent: CommitStep, *, manifest_sha256: str, bases: object) -> Ready:  # noqa: ARG001
-        return Ready(
-            attempt=intent.attempt,
-            attempt_uid=intent.attempt_uid,
-            step=intent.step,
-            parent=state.head,
-            manifest_sha256=manifest_sha256,
-            bytes=sum(receipt.copy.bytes for receipt in intent.receipts),
-        )
-
-    return make_ready
-
-
-def _believed(_before: Any) -> Any:  # noqa: ANN401 - stands in for any function
-    def found_digest(result: ReadBack) -> str:
-        return result.digest
-
-    return found_digest
-
-
-def _exists_is_ours(_before: Any) -> Any:  # noqa: ANN401 - stands in for any function
-    def put(key: Any, body: bytes) -> Any:  # noqa: ANN401 - as log._put
-        with contextlib.suppress(AlreadyExistsError, UnavailableError):
-            yield Create(key=key, body=body)
-        return True
-
-    return put
-
-
-def _first_word(before: Any) -> Any:  # noqa: ANN401 - stands in for any function
-    def advance(now: Progress, said: Any, *, world: int, trains: bool, overdue_s: float) -> Progress:  # noqa: ANN401 - as phases.advance
-        return before(now, said, world=min(world, 1) if said else world, trains=trains, overdue_s=overdue_s)  # type: ignore[no-any-return]
-
-    return advance
-
-
-def _any_document(_before: Any) -> Any:  # noqa: ANN401 - stands in for any function
-    def on_desired(self: Any, event: Any) -> list[Any]:  # noqa: ANN401 - as Core._on_desired
-        self.desired = event.desired
-        return []
-
-    return on_desired
-
-
-def _with_pulling(_before: Any) -> Any:  # noqa: ANN401 - stands in for any function
-    def held(self: Any) -> list[Any]:  # noqa: ANN401 - as PeerBook.held
-        found = [(number, spare.held or spare.pulling) for (_, number), spare in sorted(self.spares.items(), key=_at)]
-        return [(number, shard) for number, shard in found if shard is not None]
-
-    return held
-
-
-def _at(item: Any) -> Any:  # noqa: ANN401 - a pair of which the first is wanted
-    return item[0]
-
-
-def _with_flying(before: Any) -> Any:  # noqa: ANN401 - stands in for any function
-    def copies(self: Any) -> list[Any]:  # noqa: ANN401 - as TierBook.copies
-        return [
-            *before(self),
-            *(shard.copy("local") for (tier, _), shard in sorted(self.flying.items()) if tier == "local"),
-        ]
-
-    return copies
-
-
-def _any_staged(_before: Any) -> Any:  # noqa: ANN401 - stands in for any function
-    def complete(self: Any, attempt: Any, _trainer: Any) -> bool:  # noqa: ANN401 - as RestoreBook.complete
-        return self.attempt_uid == attempt.uid and bool(self.staged or not attempt.restore)
-
-    return complete
-
-
-def _impatient(_before: Any) -> Any:  # noqa: ANN401 - stands in for any function
-    def on_failed(self: Any, event: Any, *, now_s: float) -> None:  # noqa: ANN401, ARG001 - as RestoreBook.on_failed
-        if event.attempt_uid == self.attempt_uid:
-            self.failed[event.rank] = event.reason
-
-    return on_failed
-
+_NO_OWN_CHECK = {("toprope.store.log", "violation"): s.always(None)}
 
 MUTANTS: tuple[Mutant, ...] = (
+    Mutant(
+        name="gc-holds",
+        safeguard="what a reader holds is not deleted",
+        invariant="I8",
+        seed=6,
+        patches={("toprope.store.gc", "held_seqs"): s.always(frozenset())},
+        narrow=READERS,
+    ),
+    Mutant(
+        name="gc-alive",
+        safeguard="what may become READY yet is not deleted",
+        invariant="I8",
+        seed=1,
+        patches={("toprope.store.gc", "is_dead"): s.always(YES)},
+        narrow=READERS,
+    ),
+    Mutant(
+        name="gc-source",
+        safeguard="the objects of a source that is not READY are not deleted while its attempt is the current one",
+        invariant="I8",
+        seed=10,
+        patches={("toprope.store.gc", "_needed_by_source"): s.nothing_more},
+        narrow=READERS,
+    ),
+    Mutant(
+        name="gc-shared",
+        safeguard="what any kept checkpoint names is not deleted, whichever step it was written for",
+        invariant="I8",
+        seed=0,
+        patches={("toprope.store.gc", "_named_by_kept"): s.only_head},
+        narrow=READERS,
+    ),
+    Mutant(
+        name="gc-unread",
+        safeguard="when what a kept checkpoint names can't be read, nothing is deleted",
+        invariant="I8",
+        seed=11,
+        patches={("toprope.store.gc", "_named_by_kept"): s.unread_is_empty},
+        narrow={**READERS, "store_fault": 0.2},
+    ),
+    Mutant(
+        name="parent",
+        safeguard="the parent of head is not retired",
+        invariant="I5",
+        seed=0,
+        patches={("toprope.store.retention", "needed_by"): s.without("the parent of head"), **_NO_OWN_CHECK},
+        narrow=READERS,
+    ),
+    Mutant(
+        name="sweep",
+        safeguard="what is condemned is deleted",
+        invariant="I15",
+        seed=0,
+        patches={("toprope.coordinator.adapters.objects", "execute"): s.nothing},
+        narrow=READERS,
+    ),
+    Mutant(
+        name="orphans",
+        safeguard="what an attempt left behind that never became READY is deleted too",
+        invariant="I15",
+        seed=0,
+        patches={("toprope.store.gc", "is_dead"): s.only_retired},
+        narrow=READERS,
+    ),
+    Mutant(
+        name="fresh-term",
+        safeguard="each election takes a new term",
+        invariant="I4",
+        seed=0,
+        patches={("toprope.store.log", "_stamped"): s.same_term, **_NO_OWN_CHECK},
+        narrow={**SMALL, "faults": ("two coordinators", "kill coordinator")},
+    ),
+    Mutant(
+        name="hold-ttl",
+        safeguard="only a hold that does not beat is taken for left behind",
+        invariant="I8",
+        seed=2,
+        patches={("toprope.store.holds", "HoldWatch.stale"): s.all_silent},
+        narrow=READERS,
+    ),
+    Mutant(
+        name="hold-first",
+        safeguard="a reader reads the log again once its hold is there",
+        invariant="I8",
+        seed=0,
+        patches={("toprope.store.holds", "read_on"): s.as_it_was},
+        narrow={**READERS, "faults": ("reader",), "between_s": 0.3},
+    ),
+    Mutant(
+        name="pinned",
+        safeguard="what is pinned is not retired",
+        invariant="I5",
+        seed=5,
+        patches={("toprope.store.retention", "needed_by"): s.without("pinned"), **_NO_OWN_CHECK},
+        narrow=PEOPLE,
+    ),
+    Mutant(
+        name="begun-from",
+        safeguard="what the current attempt began with is not retired",
+        invariant="I5",
+        seed=2,
+        patches={
+            ("toprope.store.retention", "needed_by"): s.without("the source of the current attempt"),
+            **_NO_OWN_CHECK,
+        },
+        narrow=READERS,
+    ),
+    Mutant(
+        name="guess",
+        safeguard="a writer that got no answer looks whether its record is there",
+        invariant="I3",
+        seed=0,
+        patches={("toprope.store.log", "_put"): s.guessed},
+        narrow={**SMALL, "store_fault": 0.1},
+    ),
+    Mutant(
+        name="tainted-source",
+        safeguard="no attempt begins with a step that is tainted",
+        invariant="I5",
+        seed=5,
+        patches={("toprope.coordinator.restore_choice", "covers"): s.always(not YES), **_NO_OWN_CHECK},
+        narrow=PEOPLE,
+    ),
+    Mutant(
+        name="asked-twice",
+        safeguard="a launch that asks again is given the attempt that it was given",
+        invariant="I13",
+        seed=6,
+        patches={("toprope.coordinator.opening", "known"): s.nothing, **_NO_OWN_CHECK},
+        narrow={**SMALL, "duplicate": 0.3, "drop": 0.08},
+    ),
+    Mutant(
+        name="keep",
+        safeguard="what a restart would need is not reused",
+        invariant="I15",
+        seed=0,
+        patches={("toprope.sidecar.core", "Core._kept"): s.always(frozenset())},
+        narrow={**PAIR, "faults": ("kill rank", "kill sidecar", "pause sidecar"), "object_every": 8, "between_s": 2.0},
+    ),
     Mutant(
         name="fence",
         safeguard="a writer of an older term appends nothing",
         invariant="I5",
-        seed=3,
-        patches={("toprope.coordinator.log", "Log.append"): _unfenced, **_NO_OWN_CHECK},
+        seed=4,
+        patches={("toprope.coordinator.log", "Log.append"): s.unfenced, **_NO_OWN_CHECK},
+        narrow={**SMALL, "faults": ("two coordinators", "pause coordinator", "kill rank")},
     ),
     Mutant(
         name="dead-attempt",
         safeguard="READY only for the current attempt and past the last step",
         invariant="I18",
-        seed=104,
-        patches={("toprope.coordinator.performer", "make_ready"): _ready_whatever, **_NO_OWN_CHECK},
+        seed=3,
+        patches={("toprope.coordinator.performer", "make_ready"): s.ready_whatever, **_NO_OWN_CHECK},
+        narrow={**AMBUSH, "faults": ("ambush", "kill rank", "pause coordinator")},
     ),
     Mutant(
         name="read-back",
         safeguard="an object counts only when it was read back with its digest",
         invariant="I1",
-        seed=37,
-        patches={("toprope.coordinator.readiness", "found_digest"): _believed},
+        seed=31,
+        patches={("toprope.coordinator.readiness", "found_digest"): s.believed},
+        narrow={**SMALL, "store_fault": 0.2, "chaos_s": 16.0},
     ),
     Mutant(
         name="whose-record",
         safeguard="a record that exists is read before it is taken for one's own",
         invariant="I3",
-        seed=31,
-        patches={("toprope.store.log", "_put"): _exists_is_ours},
-    ),
-    Mutant(
-        name="protected",
-        safeguard="a step is protected only with a copy in another failure domain",
-        invariant="I14",
-        seed=46,
-        patches={("toprope.coordinator.protection", "_guarded"): lambda _before: lambda own, _peers: bool(own)},
+        seed=3,
+        patches={("toprope.store.log", "_put"): s.exists_is_ours},
+        narrow={**SMALL, "faults": ("two coordinators",), "store_fault": 0.1},
     ),
     Mutant(
         name="scan",
         safeguard="a file of the local tier is listed only with its digest",
         invariant="I16",
-        seed=115,
-        patches={("toprope.sidecar.local_tier", "_check"): _always(None)},
+        seed=3,
+        patches={("toprope.sidecar.local_tier", "_check"): s.always(None)},
+        narrow={**SMALL, "faults": ("power cut",), "between_s": 1.5, "chaos_s": 16.0},
     ),
     Mutant(
         name="older-document",
         safeguard="of the coordinators' documents the greatest term and version wins",
         invariant="I9",
-        seed=0,
-        patches={("toprope.sidecar.core", "Core._on_desired"): _any_document},
+        seed=6,
+        patches={("toprope.sidecar.core", "Core._on_desired"): s.any_document},
+        narrow={**SMALL, "duplicate": 0.2, "faults": ("two coordinators", "kill coordinator")},
     ),
     Mutant(
         name="first-word",
         safeguard="no rank applies or trains before all have come as far",
-        invariant="I10",
-        seed=12,
-        patches={("toprope.coordinator.phases", "advance"): _first_word},
+        invariant="I17",
+        seed=13,
+        patches={("toprope.coordinator.phases", "advance"): s.first_word},
+        narrow={**PAIR, "faults": ("kill rank", "flip", "pause sidecar"), "between_s": 1.0},
     ),
     Mutant(
         name="early-peer",
         safeguard="a peer copy is listed only once it was received and hashed",
         invariant="I11",
         seed=0,
-        patches={("toprope.sidecar.peer_book", "PeerBook.held"): _with_pulling},
+        patches={("toprope.sidecar.peer_book", "PeerBook.held"): s.with_pulling},
+        narrow=PAIR,
     ),
     Mutant(
         name="early-local",
         safeguard="a local copy is listed only once it is durable",
         invariant="I11",
         seed=0,
-        patches={("toprope.sidecar.tier_book", "TierBook.copies"): _with_flying},
+        patches={("toprope.sidecar.tier_book", "TierBook.copies"): s.with_flying},
+        narrow=SMALL,
     ),
     Mutant(
         name="half-staged",
         safeguard="a rank is told of its source only when all its shards are there",
         invariant="I17",
-        seed=2,
-        patches={("toprope.sidecar.restore_book", "RestoreBook.complete"): _any_staged},
-    ),
-    Mutant(
-        name="impatient",
-        safeguard="who does not answer for a moment speaks not against a source, which would be struck off for ever",
-        invariant="I15",
-        seed=16,
-        patches={("toprope.sidecar.restore_book", "RestoreBook.on_failed"): _impatient},
+        seed=0,
+        patches={("toprope.sidecar.restore_book", "RestoreBook.complete"): s.any_staged},
+        narrow={**PAIR, "faults": ("kill rank", "kill sidecar")},
     ),
     Mutant(
         name="pull-or-stage",
         safeguard="what was received or staged is hashed before it is believed",
         invariant="I10",
-        seed=137,
-        patches={("toprope.chaos.sim.sidecar", "_is_right"): _always(YES)},
+        seed=5,
+        patches={("toprope.chaos.sim.sidecar", "_is_right"): s.always(YES)},
+        narrow={**PAIR, "faults": ("flip", "kill rank"), "between_s": 0.7, "retain": ""},
     ),
 )
 

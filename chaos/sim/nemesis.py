@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 
 from toprope.chaos.sim import people
 from toprope.chaos.sim.broker import NAME as BROKER
@@ -15,16 +16,15 @@ AMBUSHES = ("copy", "hash", "facts", "shards", "manifests", "manifests", "log", 
 
 
 async def rage(world: World) -> None:
-    """Let troubles of this history's kinds happen until its time is up."""
-    rng, options = world.loop.rng, world.options
-    end_s = world.loop.time() + options.chaos_s
+    """Let this history's troubles happen until its time is up."""
+    options, began_s = world.options, world.loop.time()
     world.store.fault = options.store_fault
-    while world.loop.time() < end_s:
-        await asyncio.sleep(rng.expovariate(1.0 / options.between_s))
-        what = rng.choice(options.faults)
-        world.trace.note("nemesis", what)
-        world.trace.sometimes(f"fault: {what}")
-        _strike(world, what)
+    for trouble in options.script:
+        await asyncio.sleep(max(0.0, began_s + trouble.at_s - world.loop.time()))
+        world.trace.note("nemesis", trouble.what)
+        world.trace.sometimes(f"fault: {trouble.what}")
+        _strike(world, trouble.what, random.Random(trouble.seed))
+    await asyncio.sleep(max(0.0, began_s + options.chaos_s - world.loop.time()))
 
 
 def heal(world: World) -> None:
@@ -47,25 +47,24 @@ def _paused(world: World) -> list[Process]:
     return [process for process in everyone if process.held is not None]
 
 
-def _strike(world: World, what: str) -> None:
+def _strike(world: World, what: str, rng: random.Random) -> None:
     match what:
         case "kill rank":
             if world.launch is not None:
-                world.loop.rng.choice(world.launch.ranks).process.kill()
+                rng.choice(world.launch.ranks).process.kill()
         case "zombie":
-            _zombie(world)
+            _zombie(world, rng)
         case "reader":
-            _read(world)
+            _read(world, rng)
         case "change":
-            _change(world)
+            _change(world, rng)
         case "ambush":
-            world.ambush = world.loop.rng.choice(AMBUSHES)
+            world.ambush = rng.choice(AMBUSHES)
         case _:
-            _strike_machines(world, what)
+            _strike_machines(world, what, rng)
 
 
-def _strike_machines(world: World, what: str) -> None:  # noqa: C901, PLR0912 - one line per kind of trouble
-    rng = world.loop.rng
+def _strike_machines(world: World, what: str, rng: random.Random) -> None:  # noqa: C901, PLR0912 - one line per kind of trouble
     node = rng.choice(world.nodes)
     match what:
         case "kill sidecar":
@@ -88,7 +87,7 @@ def _strike_machines(world: World, what: str) -> None:  # noqa: C901, PLR0912 - 
         case "two coordinators":
             world.add_coordinator()
         case "cut link":
-            _cut(world, node)
+            _cut(world, node, rng)
         case "broker restart":
             world.broker.restart()
         case "store brownout":
@@ -98,7 +97,7 @@ def _strike_machines(world: World, what: str) -> None:  # noqa: C901, PLR0912 - 
             node.no_room = rng.random() < 0.3  # noqa: PLR2004 - now and then
         case "flip":
             for _ in range(3):
-                _flip(world, node)
+                _flip(world, node, rng)
         case _:
             raise AssertionError(what)
 
@@ -109,9 +108,8 @@ def _pause(world: World, process: Process, for_s: float) -> None:
         world.loop.outside(for_s, lambda: process.resume() if process.held is not None else None)
 
 
-def _read(world: World) -> None:
+def _read(world: World, rng: random.Random) -> None:
     """Let a reader begin, which may be stopped for so long that its hold is taken for left behind."""
-    rng = world.loop.rng
     reader = people.Reader(world, world.next_number())
     reader.start()
     world.readers.append(reader)
@@ -119,18 +117,17 @@ def _read(world: World) -> None:
         world.loop.outside(rng.uniform(0.1, 3.0), _pause, world, reader.process, rng.uniform(2.0, 15.0))
 
 
-def _change(world: World) -> None:
+def _change(world: World, rng: random.Random) -> None:
     """Let a person change the job; who goes back ends the launch too."""
-    rng = world.loop.rng
     make = rng.choice((people.pin, people.retire, people.taint, people.roll_back(world.oracle.state.attempt_number)))
     people.Command(world, world.next_number(), make).start()
     if make not in {people.pin, people.retire, people.taint} and world.launch is not None:
         world.loop.outside(rng.uniform(3.0, 9.0), rng.choice(world.launch.ranks).process.kill)
 
 
-def _zombie(world: World) -> None:
+def _zombie(world: World, rng: random.Random) -> None:
     """Freeze a rank, kill another: the launcher goes on without the frozen one, which wakes later and dies later."""
-    launch, rng = world.launch, world.loop.rng
+    launch = world.launch
     if launch is None or len(launch.ranks) < 2:  # noqa: PLR2004 - one to freeze and one to kill
         return
     frozen, killed = rng.sample(launch.ranks, 2)
@@ -142,8 +139,7 @@ def _zombie(world: World) -> None:
     killed.process.kill()
 
 
-def _cut(world: World, node: Node) -> None:
-    rng = world.loop.rng
+def _cut(world: World, node: Node, rng: random.Random) -> None:
     places = [*(n.name for n in world.nodes if n is not node), *(h.name for h in world.hosts), BROKER, "store"]
     links = [(node.name, rng.choice(places))]
     if rng.random() < 0.3:  # noqa: PLR2004 - now and then the whole node
@@ -157,9 +153,8 @@ def _cut(world: World, node: Node) -> None:
     world.loop.outside(rng.uniform(1.0, 12.0), world.net.cuts.difference_update, links)
 
 
-def _flip(world: World, node: Node) -> None:
+def _flip(world: World, node: Node, rng: random.Random) -> None:
     """Change a bit of a copy that has been verified, but of none being applied: nobody could see it before or then."""
-    rng = world.loop.rng
     if world.launch is not None and any(rank.restoring and rank.process.alive for rank in world.launch.ranks):
         return
     files = [file for file in node.memory.files() if file.page.state is SlotState.HASHED]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, fields
+from typing import Any
+
+import msgspec
 
 FAULTS = (
     "kill rank",
@@ -31,9 +33,52 @@ _GC: dict[bool, tuple[str, ...]] = {False: (), True: ("reader",)}
 """Where something is deleted there are readers."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
-    """One history. ``faults`` is the subset that this one has: not all at once, or each hides the others."""
+_OFTEN = {"every": 1, "local_every": 1, "object_every": 1}
+SMALL: dict[str, Any] = {"nodes": 1, "ranks_per_node": 1, "broker": False, "slow": 1.0, **_OFTEN}
+PAIR: dict[str, Any] = {**SMALL, "nodes": 2}
+READERS: dict[str, Any] = {
+    **SMALL,
+    "retain": "last=1",
+    "faults": ("reader", "kill rank"),
+    "store_fault": 0.0,
+    "chaos_s": 16.0,
+}
+PEOPLE: dict[str, Any] = {
+    **SMALL,
+    "retain": "last=1",
+    "faults": ("change", "kill rank"),
+    "chaos_s": 16.0,
+    "between_s": 1.0,
+}
+AMBUSH: dict[str, Any] = {
+    **PAIR,
+    "faults": ("ambush", "ambush", "kill rank"),
+    "chaos_s": 16.0,
+    "between_s": 1.0,
+}
+DAMAGE: dict[str, Any] = {
+    **PAIR,
+    "faults": ("disk trouble", "flip", "kill rank", "power cut"),
+    "store_fault": 0.2,
+    "between_s": 1.0,
+}
+WORLDS: tuple[dict[str, Any], ...] = ({}, {}, {}, {}, {}, READERS, PEOPLE, AMBUSH, AMBUSH, DAMAGE, DAMAGE)
+"""What is said instead of drawn: nothing, or a narrow world in which one kind of trouble comes all the time."""
+
+
+class Trouble(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Something that befalls the world: when, what, and the seed of what more is drawn for it."""
+
+    at_s: float
+    what: str
+    seed: int
+
+
+class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One history. ``faults`` is the subset that this one has: not all at once, or each hides the others.
+
+    ``script`` is what befalls it until ``chaos_s``, in order.
+    """
 
     nodes: int
     ranks_per_node: int
@@ -50,13 +95,30 @@ class Options:
     store_fault: float
     retain: str
     faults: tuple[str, ...]
+    script: tuple[Trouble, ...] = ()
 
     def __str__(self) -> str:
-        return " ".join(f"{field.name}={getattr(self, field.name)!r}" for field in fields(self))
+        names = (name for name in self.__struct_fields__ if name != "script")
+        return " ".join(f"{name}={getattr(self, name)!r}" for name in names)
 
 
-def draw(rng: random.Random) -> Options:
-    """Return what a history is like."""
+def draw(rng: random.Random, **narrow: Any) -> Options:  # noqa: ANN401 - fields of Options
+    """Return what a history is like; ``narrow`` is said instead of drawn."""
+    drawn, seed = _drawn(rng), rng.getrandbits(64)
+    options = msgspec.structs.replace(drawn, **(narrow or random.Random(seed + 1).choice(WORLDS)))
+    return msgspec.structs.replace(options, script=_script(options, random.Random(seed)))
+
+
+def _script(options: Options, rng: random.Random) -> tuple[Trouble, ...]:
+    script: list[Trouble] = []
+    at_s = rng.expovariate(1.0 / options.between_s)
+    while options.faults and at_s < options.chaos_s:
+        script.append(Trouble(at_s=round(at_s, 3), what=rng.choice(options.faults), seed=rng.getrandbits(32)))
+        at_s += rng.expovariate(1.0 / options.between_s)
+    return tuple(script)
+
+
+def _drawn(rng: random.Random) -> Options:
     every = rng.choice((1, 1, 2))
     local_every = every * rng.choice((1, 2))
     messy = rng.random() < 0.5  # noqa: PLR2004 - every other one

@@ -70,6 +70,7 @@ class Reader:
             holds = False
 
         log = read_on(store, newest_snap(store, world.job))
+        nap(rng.uniform(0.0, _DAWDLES_S))
         with holding_choice(store, log, choose, say=without, beating=self._beating) as held:
             seq = choose(held)
             world.trace.note(name, f"reads READY {seq}, {'with' if holds else 'without'} a hold")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-from dataclasses import replace
 
 import pytest
 
@@ -27,9 +26,9 @@ def test_notices_break_no_promise(seed: int) -> None:
 
 def two_nodes(seed: int) -> Options:
     """Return a quiet world of two nodes with a rank on each, in which no step is due for a long time."""
-    drawn = draw(random.Random(seed))
-    quiet = replace(drawn, nodes=2, ranks_per_node=1, drop=0.0, duplicate=0.0, slow=1.0, store_fault=0.0, faults=())
-    return replace(quiet, every=64, local_every=64, object_every=64, step_s=0.5)
+    calm = {"drop": 0.0, "duplicate": 0.0, "slow": 1.0, "store_fault": 0.0, "retain": "", "faults": ()}
+    rare = {"every": 64, "local_every": 64, "object_every": 64, "step_s": 0.5}
+    return draw(random.Random(seed), nodes=2, ranks_per_node=1, **calm, **rare)
 
 
 async def trained(world: World, step: int) -> None:

@@ -68,4 +68,4 @@ class FakeStore:
             self.objects.pop(key, None)
 
     def list(self, prefix: str) -> Iterator[Key]:
-        yield from sorted(key for key in self.objects if key.startswith(prefix))
+        yield from sorted(key for key in tuple(self.objects) if key.startswith(prefix))

@@ -1,0 +1,226 @@
+"""What takes the place of a safeguard in a mutant: functions that do not care, each made from what was there."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+from msgspec import structs
+
+from toprope.coordinator.intents import CommitStep
+from toprope.coordinator.phases import Progress
+from toprope.coordinator.wire import ReadBack
+from toprope.store.errors import AlreadyExistsError, UnavailableError
+from toprope.store.fold import JobState
+from toprope.store.log import Appended, Create, append_steps, drive
+from toprope.store.records import Elected, Ready
+
+
+def always(value: object) -> Callable[[Any], Any]:
+    """Return what gives this value, whatever it is asked."""
+    return lambda _before: lambda *_args, **_kwargs: value
+
+
+def unfenced(_before: Any) -> Any:  # noqa: ANN401 - stands in for any function
+    """Append without a look at later terms."""
+
+    async def append(self: Any, make: Any) -> Appended:  # noqa: ANN401 - as Log.append
+        async with self._one_at_a_time:
+            steps = append_steps(self.state, make, term=1 << 30, writer_id=self._writer_id)
+            done = await drive(steps, self._call)
+            self.state = done.state
+            return done
+
+    return append
+
+
+def ready_whatever(_before: Any) -> Any:  # noqa: ANN401 - stands in for any function
+    """Make any step READY."""
+
+    def make_ready(state: JobState, intent: CommitStep, *, manifest_sha256: str, bases: object) -> Ready:  # noqa: ARG001
+        return Ready(
+            attempt=intent.attempt,
+            attempt_uid=intent.attempt_uid,
+            step=intent.step,
+            parent=state.head,
+            manifest_sha256=manifest_sha256,
+            bytes=sum(receipt.copy.bytes for receipt in intent.receipts),
+        )
+
+    return make_ready
+
+
+def believed(_before: Any) -> Any:  # noqa: ANN401 - stands in for any function
+    """Believe the digest that was to be found."""
+
+    def found_digest(result: ReadBack) -> str:
+        return result.digest
+
+    return found_digest
+
+
+def exists_is_ours(_before: Any) -> Any:  # noqa: ANN401 - stands in for any function
+    """Take a record that exists, or no answer, for one of our own."""
+
+    def put(key: Any, body: bytes) -> Any:  # noqa: ANN401 - as log._put
+        with contextlib.suppress(AlreadyExistsError, UnavailableError):
+            yield Create(key=key, body=body)
+        return True
+
+    return put
+
+
+def first_word(before: Any) -> Any:  # noqa: ANN401 - stands in for any function
+    """Go on at the word of one rank."""
+
+    def advance(now: Progress, said: Any, *, world: int, trains: bool, overdue_s: float) -> Progress:  # noqa: ANN401 - as phases.advance
+        return before(now, said, world=min(world, 1) if said else world, trains=trains, overdue_s=overdue_s)  # type: ignore[no-any-return]
+
+    return advance
+
+
+def any_document(_before: Any) -> Any:  # noqa: ANN401 - stands in for any function
+    """Take any document, however old."""
+
+    def on_desired(self: Any, event: Any) -> list[Any]:  # noqa: ANN401 - as Core._on_desired
+        self.desired = event.desired
+        return []
+
+    return on_desired
+
+
+def with_pulling(_before: Any) -> Any:  # noqa: ANN401 - stands in for any function
+    """List peer copies that are on their way."""
+
+    def held(self: Any) -> list[Any]:  # noqa: ANN401 - as PeerBook.held
+        found = [(number, spare.held or spare.pulling) for (_, number), spare in sorted(self.spares.items(), key=at)]
+        return [(number, shard) for number, shard in found if shard is not None]
+
+    return held
+
+
+def at(item: Any) -> Any:  # noqa: ANN401 - a pair of which the first is wanted
+    """Return what a pair is sorted by."""
+    return item[0]
+
+
+def with_flying(before: Any) -> Any:  # noqa: ANN401 - stands in for any function
+    """List local copies that are on their way."""
+
+    def copies(self: Any) -> list[Any]:  # noqa: ANN401 - as TierBook.copies
+        return [
+            *before(self),
+            *(shard.copy("local") for (tier, _), shard in sorted(self.flying.items()) if tier == "local"),
+        ]
+
+    return copies
+
+
+def any_staged(_before: Any) -> Any:  # noqa: ANN401 - stands in for any function
+    """Take one shard for all."""
+
+    def complete(self: Any, attempt: Any, _trainer: Any) -> bool:  # noqa: ANN401 - as RestoreBook.complete
+        return self.attempt_uid == attempt.uid and bool(self.staged or not attempt.restore)
+
+    return complete
+
+
+def impatient(_before: Any) -> Any:  # noqa: ANN401 - stands in for any function
+    """Take no answer for a failure."""
+
+    def on_failed(self: Any, event: Any, *, now_s: float) -> None:  # noqa: ANN401, ARG001 - as RestoreBook.on_failed
+        if event.attempt_uid == self.attempt_uid:
+            self.failed[event.rank] = event.reason
+
+    return on_failed
+
+
+def guessed(_before: Any) -> Any:  # noqa: ANN401 - stands in for any function
+    """Take no answer for success."""
+
+    def put(key: Any, body: bytes) -> Any:  # noqa: ANN401 - as log._put
+        with contextlib.suppress(UnavailableError):
+            yield Create(key=key, body=body)
+        return True
+
+    return put
+
+
+def without(*reasons: str) -> Callable[[Any], Any]:
+    """Return what stands in for ``needed_by``: it does not know these reasons to keep a READY."""
+
+    def make(before: Any) -> Any:  # noqa: ANN401 - stands in for any function
+        def needed_by(state: JobState) -> dict[int, str]:
+            return {seq: why for seq, why in before(state).items() if why not in reasons}
+
+        return needed_by
+
+    return make
+
+
+def as_it_was(_before: Any) -> Any:  # noqa: ANN401 - stands in for any function
+    """Read nothing more of the log."""
+
+    def read_on(_store: Any, state: JobState) -> JobState:  # noqa: ANN401 - as log.read_on
+        return state
+
+    return read_on
+
+
+def only_head(before: Any) -> Any:  # noqa: ANN401 - stands in for any function
+    """Look at the newest checkpoint alone."""
+
+    def named_by_kept(store: Any, state: JobState, seqs: Any) -> Any:  # noqa: ANN401 - as gc._named_by_kept
+        return before(store, state, {max(seqs)} if seqs else seqs)
+
+    return named_by_kept
+
+
+def unread_is_empty(before: Any) -> Any:  # noqa: ANN401 - stands in for any function
+    """Take what could not be read for naming nothing."""
+
+    def named_by_kept(store: Any, state: JobState, seqs: Any) -> Any:  # noqa: ANN401 - as gc._named_by_kept
+        with contextlib.suppress(UnavailableError):
+            yield from before(store, state, seqs)
+
+    return named_by_kept
+
+
+def only_retired(_before: Any) -> Any:  # noqa: ANN401 - stands in for any function
+    """Take for dead only what was READY once."""
+
+    def is_dead(state: JobState, *, attempt: int, step: int) -> bool:
+        retired = (state.readies[seq] for seq in state.retired)
+        return any((ready.attempt, ready.step) == (attempt, step) for ready in retired)
+
+    return is_dead
+
+
+def same_term(before: Any) -> Any:  # noqa: ANN401 - stands in for any function
+    """Be elected for the term that there is."""
+
+    def stamped(state: JobState, record: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as log._stamped
+        after = before(state, record, **kwargs)
+        return structs.replace(after, term=state.term) if isinstance(after, Elected) and state.term else after
+
+    return stamped
+
+
+def all_silent(_before: Any) -> Any:  # noqa: ANN401 - stands in for any function
+    """Take every hold for left behind."""
+
+    def stale(_self: Any, _job: str, keys: Any, *, now_s: float) -> Any:  # noqa: ANN401, ARG001 - as HoldWatch.stale
+        return keys
+
+    return stale
+
+
+def nothing(_before: Any) -> Any:  # noqa: ANN401 - stands in for any function
+    """Do nothing, and find nothing."""
+    return lambda *_args, **_kwargs: None
+
+
+def nothing_more(_before: Any) -> Any:  # noqa: ANN401 - stands in for any function
+    """Yield nothing."""
+    return lambda *_args: iter(())
