@@ -152,9 +152,9 @@ def test_a_command_alone_is_elected_for_the_moment(
         (("taint", "job@30", "--reason", "  "), 64, "a taint needs a reason"),
         (("taint", "job@0", "--reason", "x", "--attempt", "1"), 64, "the first step is 1"),
         (("taint", "job@30", "--reason", "x", "--attempt", "2"), 64, "there is no attempt 2"),
-        (("job", "retain", "last=0"), 64, "give last=N, every=K or both"),
+        (("job", "retain", "last=0"), 64, "give last=N, every=K, within=TIME"),
         (("job", "accept-spec", "ab" * 32), 64, "no launch was refused for a spec"),
-        (("gc", "--retain", "newest"), 64, "give last=N, every=K or both"),
+        (("gc", "--retain", "newest"), 64, "give last=N, every=K, within=TIME"),
     ],
 )
 def test_bad_input_changes_nothing(
