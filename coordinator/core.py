@@ -357,7 +357,8 @@ class Core:
 
     def _steer_desired(self, now_s: float) -> list[Effect]:
         effects, places = self._steer_placement()
-        keep, protected_step = self._steer_keep(now_s)
+        safety = self.safety()
+        keep, protected_step = self._steer_keep(safety, now_s)
         effects += self._steer_extra()
         wanted = Desired(
             job=self.settings.job,
@@ -369,7 +370,7 @@ class Core:
             attempt=self._view(),
             placement=places,
             keep=keep,
-            dropped=self._dropped(),
+            dropped=self._dropped(safety),
             read_backs=tuple(
                 task for task in self.commits.tasks(readers=self._readers(), now_s=now_s) if task.node != HERE
             ),
@@ -421,8 +422,8 @@ class Core:
             return None
         return protection.assess(self.roll.alive(), attempt_uid=attempt.uid, world=attempt.world_size)
 
-    def _steer_keep(self, now_s: float) -> tuple[tuple[Kept, ...], int]:
-        attempt, safety = self.log_view.state.attempt, self.safety()
+    def _steer_keep(self, safety: protection.Safety | None, now_s: float) -> tuple[tuple[Kept, ...], int]:
+        attempt = self.log_view.state.attempt
         if attempt is None or safety is None:
             return self._keep, 0
         source = self.log_view.source
@@ -451,9 +452,9 @@ class Core:
         self._extra_step = step
         return self._say("info", "leaving", f"ranks are about to be ended: all save step {step} and end there")
 
-    def _dropped(self) -> tuple[Kept, ...]:
+    def _dropped(self, safety: protection.Safety | None) -> tuple[Kept, ...]:
         """Return the steps of the current attempt that no one need keep waiting for."""
-        attempt, safety = self.log_view.state.attempt, self.safety()
+        attempt = self.log_view.state.attempt
         if attempt is None or safety is None:
             return ()
         return tuple(Kept(attempt_uid=attempt.uid, step=step) for step in safety.hopeless)

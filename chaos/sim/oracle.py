@@ -128,20 +128,21 @@ class Oracle:
         if at[0] > state.attempt_number or (at[0] == state.attempt_number and at[1] > state.last_step):
             return "it may become READY yet"
         attempt = state.attempt
-        if attempt is not None and attempt.held is not None and key in self._needed_by_source(attempt.held):
+        if attempt is not None and attempt.held is not None and self._is_of_source(key, attempt.held):
             return "the current attempt began with it"
         return ""
 
-    def _needed_by_source(self, held: Held) -> set[str]:
-        """Return the objects of a source that is not READY, and what its indexes name, those deleted now included."""
+    def _is_of_source(self, key: Key, held: Held) -> bool:
+        """Say whether an object belongs to a source that is not READY, or an index of it that is there names it."""
         number = next(one.attempt for one in self.state.attempts if one.uid == held.attempt_uid)
         prefix = step_prefix(self.state.job, attempt=number, step=held.step)
-        needed: set[str] = {key for key in self._store.ever if key.startswith(prefix)}
-        for key in sorted(needed):
-            if (sha256 := index_sha256(key)) is not None and key not in self._store.corrupt:
-                index = decode_manifest(self._store.ever[Key(key)], Index, key=key, expected_sha256=sha256)
-                needed |= {file.key for file in index.files}
-        return needed
+        for other, body in self._store.objects.items():
+            sha256 = index_sha256(other) if other.startswith(prefix) else None
+            if sha256 is not None:
+                index = decode_manifest(body, Index, key=other, expected_sha256=sha256)
+                if any(file.key == key for file in index.files):
+                    return True
+        return key.startswith(prefix)
 
     def condemned(self) -> set[Key]:
         """Return the objects that garbage collection is to delete by now: what nobody needs and nobody holds."""

@@ -96,11 +96,14 @@ class Node:
 
     def _object_bytes(self, copy: Copy) -> tuple[bytes | None, bool]:
         """Return the image that an index names, those objects included that garbage collection has taken since."""
-        store, key = self._world.store, Key(copy.index_key)
+        store, key, read = self._world.store, Key(copy.index_key), self._world.images
         if key in store.corrupt or key not in store.ever:
             return None, key in store.corrupt
-        index = decode(store.ever[key], Index, key=key, expected_sha256=copy.index_sha256)
-        return image_in(store.ever, index), any(file.key in store.corrupt for file in index.files)
+        if (key, copy.index_sha256) not in read:
+            index = decode(store.ever[key], Index, key=key, expected_sha256=copy.index_sha256)
+            spoiled = any(file.key in store.corrupt for file in index.files)
+            read[key, copy.index_sha256] = image_in(store.ever, index), spoiled
+        return read[key, copy.index_sha256]
 
 
 class World:
@@ -122,6 +125,7 @@ class World:
         self.all_hosts: list[Host] = []
         self.readers: list[Reader] = []
         self.rounds = 0
+        self.images: dict[tuple[Key, str], tuple[bytes, bool]] = {}
         self.ambush = ""
         self.store.at = self.at
         self.launch: Launch | None = None
