@@ -47,7 +47,9 @@ GROUPS: dict[str, dict[str, Program]] = {
         "unpin": Program(module="toprope.coordinator.cli_changes", purpose="lift a pin"),
         "taint": Program(module="toprope.coordinator.cli_changes", purpose="say that steps are not to be trusted"),
         "gc": Program(module="toprope.coordinator.cli_changes", purpose="retire what is not kept, delete what is left"),
-        "job": Program(module="toprope.coordinator.cli_changes", purpose="set a job's retention, accept another spec, delete it"),
+        "job": Program(
+            module="toprope.coordinator.cli_changes", purpose="set retention, accept another spec, delete a job"
+        ),
     },
     "Run a job's services": {
         "up": Program(module="toprope.coordinator.cli", purpose="start all that one machine needs"),
