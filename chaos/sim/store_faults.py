@@ -89,6 +89,7 @@ class PlannedStore:
     def __init__(self, inner: SimStore, loop: SimLoop, *, at: int = -1, fault: Kind = "request lost") -> None:
         self.objects = inner.objects
         self.corrupt = inner.corrupt
+        self.ever = inner.ever
         self.fault = 0.0
         self.calls: list[Call] = []
         self.struck: Call | None = None
