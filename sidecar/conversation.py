@@ -82,12 +82,6 @@ class Conversation:
             other.rank == trainer.rank and other.connection > trainer.connection for other in self.trainers.values()
         )
 
-    def is_waited(self) -> bool:
-        """Say whether a trainer waits for an attempt that the coordinator's document does not name yet."""
-        return any(
-            trainer.opening is not None or (trainer.joined and not trainer.seen) for trainer in self.trainers.values()
-        )
-
     def on_frame(self, event: on.FrameArrived, slots: SlotBook) -> list[Effect]:
         """Take in a frame; what it says of slots is told to ``slots``."""
         frame = event.frame

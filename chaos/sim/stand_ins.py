@@ -126,16 +126,6 @@ def any_staged(_before: Any) -> Any:  # noqa: ANN401 - stands in for any functio
     return complete
 
 
-def impatient(_before: Any) -> Any:  # noqa: ANN401 - stands in for any function
-    """Take no answer for a failure."""
-
-    def on_failed(self: Any, event: Any, *, now_s: float) -> None:  # noqa: ANN401, ARG001 - as RestoreBook.on_failed
-        if event.attempt_uid == self.attempt_uid:
-            self.failed[event.rank] = event.reason
-
-    return on_failed
-
-
 def guessed(_before: Any) -> Any:  # noqa: ANN401 - stands in for any function
     """Take no answer for success."""
 
