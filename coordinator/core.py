@@ -299,11 +299,14 @@ class Core:
         asked = self._opening
         if asked is None:
             return []
+        answer = OpenAnswer(code="unavailable", text=event.text)
         if event.again:
             asked.appending = False
-            return [self._prepare(asked.request)]
+            refused = opening.refusal(asked.request, self.log_view)  # another spec may be the job's by now
+            if refused is None:
+                return [self._prepare(asked.request)]
+            answer = refused
         self._opening = None
-        answer = OpenAnswer(code="unavailable", text=event.text)
         return [Answer(request_id=one, answer=answer) for one in asked.waiters]
 
     def object_copies(self) -> tuple[Copy, ...]:

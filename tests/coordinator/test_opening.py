@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import msgspec
-from tests.support.reigns import LAUNCH, SPEC, FakeNode, Reign, copy_of, training, two_nodes
+from tests.support.reigns import JOB, LAUNCH, SPEC, FakeNode, Reign, copy_of, training, two_nodes
 
+from toprope.coordinator import spec as specs
 from toprope.coordinator.effects import Append
 from toprope.coordinator.events import OpenFailed
 from toprope.coordinator.wire import Copy, Kept, Member, OpenAnswer, OpenRequest
-from toprope.store.records import Taint
+from toprope.store.records import Job, Taint
 
 OTHER = "2b" * 16
 
@@ -488,6 +489,25 @@ def test_a_log_that_moves_while_a_launch_is_decided_has_it_decided_anew() -> Non
     reign.release()
     assert reign.state.attempt is not None
     assert reign.state.attempt.from_step == 2
+
+
+def test_a_launch_that_is_decided_while_another_spec_is_accepted_is_refused_and_holds_up_nobody() -> None:
+    reign = training()
+    reign.end_trainers()
+    reign.held_back = {Append}
+    assert reign.ask("a", "b", launch_id=OTHER) is None
+    (append,) = reign.kept_back
+    assert isinstance(append, Append)
+    reign.kept_back = []
+    other = {"model": {"class": "N", "params": {}, "buffers": {}}}
+    reign.store.objects[f"facts/{specs.name(other)}"] = specs.encode(other)  # type: ignore[index] # a short key will do
+    uid, before = reign.state.job_uid, reign.state.spec_sha256
+    assert before is not None
+    reign.append_record(Job(uid=uid, name=JOB, spec_sha256=specs.name(other), replaces=before))
+    reign.do(reign._open(append.intent))
+    assert [answer.code for answer in reign.answers.values()] == ["", "spec-mismatch"]
+    reign.held_back = set()
+    assert opened(reign.ask("a", "b", launch_id=OTHER, spec=other)).attempt is not None
 
 
 def test_nothing_is_begun_afresh_while_every_ready_step_is_tainted() -> None:
