@@ -7,12 +7,12 @@
     ├── UnavailableError          4: the store could not be reached, or did not say whether it wrote
     │   └── ThrottledError           the store is busy and wants to be asked again later
     ├── NothingToVerifyError      3: there is no checkpoint there
+    ├── FencedError               1: a later term has been elected; this writer may append nothing more
     └── StoreError                2: what the store holds is wrong
         ├── AlreadyExistsError       create() lost: the key has an object
         ├── MissingObjectError       no object of that key
         ├── CorruptObjectError       an object whose bytes are not those that were written
         └── LogCorruptError          LOG_CORRUPT: a log record that is damaged or illegal
-    FencedError                   1: a later term has been elected; this writer may append nothing more
 
 Foreign errors (``OSError``, those of an S3 client) stop at the object stores, which translate them once.
 """

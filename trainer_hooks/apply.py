@@ -42,7 +42,7 @@ _TOLD = (bool, int, float, str)
 """A setting of the trainer's that a restore changes is said, such as the number of accumulated micro-batches."""
 
 
-class Held(Protocol):
+class AtHand(Protocol):
     """A shard, or what stands for one, of which each tensor that the document names is at hand."""
 
     @property
@@ -60,7 +60,7 @@ class Loaded:
     """A checked state, ready to be applied."""
 
     document: dict[str, Json]
-    images: Mapping[int, Held]
+    images: Mapping[int, AtHand]
     parts: Parts
     model: ModelState
     rank: int
@@ -137,7 +137,7 @@ def needed(document: dict[str, Json]) -> dict[int, set[str]]:
 
 
 def assembled(
-    parts: Parts, model: ModelState, document: dict[str, Json], held: Held, *, rank: int, left: frozenset[str]
+    parts: Parts, model: ModelState, document: dict[str, Json], held: AtHand, *, rank: int, left: frozenset[str]
 ) -> Loaded:
     """Return the state that was put together for this rank, not checked yet."""
     return Loaded(document, {rank: held}, parts, model, rank, _meshes(model), left)

@@ -21,7 +21,7 @@ from torch.futures import Future
 
 from toprope.trainer_hooks.blocks import Block, gap_in
 from toprope.trainer_hooks.dcp_attempt import Attempt
-from toprope.trainer_hooks.dcp_content import Held, held_by, inner_tensors, snapshot_of, stream_of
+from toprope.trainer_hooks.dcp_content import Contents, contents_of, inner_tensors, snapshot_of, stream_of
 from toprope.trainer_hooks.ending import LEVELS, Level
 from toprope.trainer_hooks.errors import HookError, StateMismatchError, SupersededError, UsageError
 from toprope.trainer_hooks.image import Image, plan_image
@@ -192,7 +192,7 @@ class StorageReader(storage.StorageReader):
     def __init__(self, attempt: Attempt, *, allow_pickle: bool = False) -> None:
         self._attempt, self._allow_pickle = attempt, allow_pickle
         self._checkpoint_id: str | os.PathLike[str] | None = None
-        self._held = Held()
+        self._contents = Contents()
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begin another load."""
@@ -212,8 +212,8 @@ class StorageReader(storage.StorageReader):
                 f"the job stands at step {step}, on all ranks alike, and {self._checkpoint_id!r} is another one; give "
                 "no checkpoint_id. 'ckpt export' gives any READY step to torch's own reader"
             )
-        self._held = held_by(self._attempt.heads)
-        return self._held.metadata()
+        self._contents = contents_of(self._attempt.heads)
+        return self._contents.metadata()
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *_args: object, **_more: object) -> None:  # noqa: FBT001 - torch's signature
         """Do nothing: what there is to read is known."""
@@ -238,8 +238,8 @@ class StorageReader(storage.StorageReader):
         for name in sorted({item.storage_index.fqn for item in tensors}):
             self._check_whole(name)
         shards: dict[int, Image] = {}
-        reader = ShardReader(self._held.wholes, lambda rank, name: shards[rank].tensor(name))
-        wanted = inner_tensors([self._held.values[item.storage_index.fqn] for item in values])
+        reader = ShardReader(self._contents.wholes, lambda rank, name: shards[rank].tensor(name))
+        wanted = inner_tensors([self._contents.values[item.storage_index.fqn] for item in values])
         for rank, name in reader.used(LoadPlan(tensors)):
             wanted.setdefault(rank, set()).add(name)
         shards.update(self._attempt.tensors(wanted))
@@ -253,10 +253,10 @@ class StorageReader(storage.StorageReader):
         return done
 
     def _stream(self, name: str, shards: Mapping[int, Image]) -> Any:  # noqa: ANN401 - a stream
-        return stream_of(name, self._held.values[name], shards, allow_pickle=self._allow_pickle)
+        return stream_of(name, self._contents.values[name], shards, allow_pickle=self._allow_pickle)
 
     def _check_whole(self, name: str) -> None:
-        whole = self._held.wholes[name]
+        whole = self._contents.wholes[name]
         blocks = [block for stored in whole.stored for block in stored.blocks if block.count]
         problem = gap_in(Block((0,) * len(whole.shape), whole.shape), blocks)
         if problem is not None and 0 not in whole.shape:

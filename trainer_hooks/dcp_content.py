@@ -125,7 +125,7 @@ def _paths(plan: SavePlan) -> dict[str, list[str | int]]:
 
 
 @dataclass(slots=True)
-class Held:
+class Contents:
     """What the shards of all ranks hold together."""
 
     wholes: dict[str, Whole] = field(default_factory=dict)
@@ -144,13 +144,13 @@ def _nothing(rank: int, name: str) -> torch.Tensor:
     raise AssertionError(f"{name} of rank {rank} is only planned for")
 
 
-def held_by(shards: Mapping[int, Image]) -> Held:
+def contents_of(shards: Mapping[int, Image]) -> Contents:
     """Return what these shards hold.
 
     Raises:
         StateMismatchError: one says it in a way that can't be read, or two ranks stored different forms of a tensor.
     """
-    held = Held()
+    contents = Contents()
     for rank in sorted(shards):
         shard = shards[rank]
         document = shard.document()
@@ -159,13 +159,13 @@ def held_by(shards: Mapping[int, Image]) -> Held:
                 f"the shard of rank {rank} was not saved with torch.distributed.checkpoint, or by another version"
             )
         for name, value in document[VALUES].items():
-            held.values.setdefault(name, value)
-        held.paths.update({name: tuple(path) for name, path in document["paths"].items()})
+            contents.values.setdefault(name, value)
+        contents.paths.update({name: tuple(path) for name, path in document["paths"].items()})
         for name in shard.extents:
             key = document["renamed"].get(name, name)
             if name != DOCUMENT and key:
-                _add(held.wholes, key, shard, rank, name)
-    return held
+                _add(contents.wholes, key, shard, rank, name)
+    return contents
 
 
 def _add(wholes: dict[str, Whole], key: str, shard: Image, rank: int, name: str) -> None:

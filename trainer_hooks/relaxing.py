@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from toprope.trainer_hooks.apply import EXTRA_STATE, Held, Loaded, entries_of, entry_problems, kept_by_name
+from toprope.trainer_hooks.apply import EXTRA_STATE, AtHand, Loaded, entries_of, entry_problems, kept_by_name
 from toprope.trainer_hooks.image import Extent
 from toprope.trainer_hooks.state import as_stateful
 from toprope.trainer_hooks.tree import Json
@@ -155,7 +155,7 @@ class _Pruned:
 class _Cast:
     """A shard of which some tensors have other dtypes than they were stored with."""
 
-    held: Held
+    held: AtHand
     dtypes: Mapping[str, torch.dtype]
 
     @property

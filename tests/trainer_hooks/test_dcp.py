@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
 from toprope.trainer_hooks import SupersededError, UsageError, wire
 from toprope.trainer_hooks.dcp import Attempt, StorageReader, StorageWriter, step_of
-from toprope.trainer_hooks.dcp_content import held_by
+from toprope.trainer_hooks.dcp_content import contents_of
 from toprope.trainer_hooks.errors import StateMismatchError
 from toprope.trainer_hooks.image import Image, Piece
 from toprope.trainer_hooks.launch import World
@@ -505,21 +505,21 @@ def test_a_tensor_of_which_a_piece_is_missing_or_there_twice_is_not_loaded(ours:
     reader, two = StorageReader(ours.launch()), torch.ones(2)
     for offsets, said in (((0,), "the shards hold 2 of the 4 elements"), ((0, 1), "the same elements twice")):
         shards = {at: shard(tmp_path / f"{offsets}-{at}", two, offset) for at, offset in enumerate(offsets)}
-        reader._held = held_by(shards)
+        reader._contents = contents_of(shards)
         planner = DefaultLoadPlanner()
-        planner.set_up_planner({"a": torch.zeros(4)}, reader._held.metadata())
+        planner.set_up_planner({"a": torch.zeros(4)}, reader._contents.metadata())
         with pytest.raises(StateMismatchError, match=rf"a: .*{said}"):
             reader.read_data(planner.create_local_plan(), planner)
 
 
 def test_replicas_that_several_ranks_stored_are_one_and_forms_that_differ_are_refused(tmp_path: Path) -> None:
     first, again = shard(tmp_path / "0", torch.ones(2), 0), shard(tmp_path / "1", torch.ones(2), 0)
-    assert len(held_by({0: first, 1: again}).wholes["a"].stored) == 1
+    assert len(contents_of({0: first, 1: again}).wholes["a"].stored) == 1
     with pytest.raises(StateMismatchError, match=r"a: torch.int64 \(4,\) on rank 1 of the checkpoint"):
-        held_by({0: first, 1: shard(tmp_path / "2", torch.ones(2, dtype=torch.int64), 2)})
+        contents_of({0: first, 1: shard(tmp_path / "2", torch.ones(2, dtype=torch.int64), 2)})
 
 
 def test_a_shard_that_the_hook_saved_is_refused(tmp_path: Path) -> None:
     image = open_image(snapshot_file(tmp_path / "0", {"a": torch.ones(2)}, b'{"format": 1, "model": {}}'))
     with pytest.raises(StateMismatchError, match="shard of rank 0 was not saved with torch"):
-        held_by({0: image})
+        contents_of({0: image})
