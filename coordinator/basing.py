@@ -17,7 +17,7 @@ from toprope.store.log import read_log
 from toprope.store.manifest import Shard
 from toprope.store.names import Key
 from toprope.store.objects.protocol import ObjectStore
-from toprope.store.places import parsed_place
+from toprope.store.places import parse_place
 from toprope.store.records import Base, Job, Pin
 from toprope.store.restore import plan
 from toprope.store.show import read_state
@@ -33,7 +33,7 @@ def pinned_base(
         NothingToVerifyError: there is no READY checkpoint of that step.
         CkptError: it could not be pinned.
     """
-    name, step = parsed_place(at)
+    name, step = parse_place(at)
     begun = read_log(store, job)
     if begun.base is not None and (begun.base.job, begun.base.step, begun.base.take) == (name, step, take):
         return begun.base

@@ -32,7 +32,7 @@ from toprope.store.holds import TTL_S, HoldWatch
 from toprope.store.names import Key
 from toprope.store.objects.opening import open_store, sweep_uploads
 from toprope.store.objects.protocol import ObjectStore
-from toprope.store.places import parsed_place, parsed_range
+from toprope.store.places import parse_place, parse_range
 from toprope.store.records import Pin, Retire, Unpin
 from toprope.store.retention import RETIRED_AT_ONCE_MAX, RetentionPlan, parse_policy, plan_retention
 from toprope.store.show import read_state
@@ -97,7 +97,7 @@ def unpin(
 
 def _ready_at(store: ObjectStore, at: str) -> tuple[JobState, int, int]:
     """Return the job, the step and the number of the newest live READY of ``JOB@STEP``."""
-    name, step = parsed_place(at)
+    name, step = parse_place(at)
     state = read_state(store, name)
     return state, step, _ready_of(state, step)
 
@@ -127,7 +127,7 @@ def taint(  # noqa: PLR0913 - one for each option
     becomes READY, and the next one begins before it.
     """
     store = open_store(root)
-    name, first, end = parsed_range(at)
+    name, first, end = parse_range(at)
     last = first if end is None else (None if end < 0 else end)
     state = read_state(store, name)
     taints = taints_of(state, from_step=first, to_step=last, reason=reason, attempt=attempt)

@@ -10,7 +10,7 @@ from toprope.coordinator.settings import Address, check_reach
 from toprope.coordinator.wire import Cadence
 from toprope.store.errors import UsageError
 from toprope.store.names import checked_id
-from toprope.store.places import parsed_place
+from toprope.store.places import parse_place
 from toprope.store.retention import parse_policy
 
 
@@ -49,7 +49,7 @@ class Config:
         check_cadence(self.cadence)
         parse_policy(self.retain or "")
         if self.base:
-            parsed_place(self.base)
+            parse_place(self.base)
         if self.broker is not None and self.embedded_broker is not None:
             raise UsageError("give --broker or --embedded-broker, not both")
         for where, what in ((self.listen, "--listen"), (self.embedded_broker, "--broker-listen")):

@@ -16,7 +16,7 @@ from toprope.store.objects.opening import check_outside, open_store
 from toprope.store.places import selected
 from toprope.store.restore import plan
 from toprope.store.show import read_state
-from toprope.store.sizes import parsed_size, size_text
+from toprope.store.sizes import parse_size, size_text
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
@@ -70,7 +70,7 @@ def export(  # noqa: PLR0913 - one for each option
         prefix_strip=prefix_strip,
         per_rank=per_rank,
         as_bytes=as_bytes,
-        max_shard_bytes=parsed_size(max_shard_size),
+        max_shard_bytes=parse_size(max_shard_size),
     )
     root, job, step = selected(root, job, step)
     store = open_store(root)

@@ -19,7 +19,7 @@ from toprope.store.log import read_on
 from toprope.store.objects.opening import open_store
 from toprope.store.objects.protocol import ObjectStore
 from toprope.store.places import selected
-from toprope.store.sample import Sample, Sampled, parsed_sample, sample_checkpoint, untold
+from toprope.store.sample import Sample, Sampled, parse_sample, sample_checkpoint, untold
 from toprope.store.show import job_names, read_job
 from toprope.store.sizes import size_text
 from toprope.store.verify import CheckpointReport, plan, verify_checkpoint, verify_facts
@@ -71,7 +71,7 @@ def verify(  # noqa: PLR0913 - one for each option
     if sample is not None and deep is not None:
         raise UsageError("--deep reads everything: leave out --sample")
     root, job, step = selected(root, job, step)
-    part = None if sample is None else parsed_sample(sample, seed=seed)
+    part = None if sample is None else parse_sample(sample, seed=seed)
     store = open_store(root)
     planned = _planned(store, root, job, step)
     total = sum(state.readies[seq].bytes for state, seqs in planned for seq in seqs)

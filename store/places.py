@@ -11,7 +11,7 @@ _RANGE = re.compile(r"([^@]+)@([0-9]{1,15})(?:(\.\.)([0-9]{1,15})?)?")
 _SELECTED = re.compile(r"(?P<root>.+)/(?P<job>[a-z0-9][a-z0-9._-]*)@(?P<step>[0-9]{1,15})(?P<query>\?.*)?")
 
 
-def parsed_range(text: str) -> tuple[str, int, int | None]:
+def parse_range(text: str) -> tuple[str, int, int | None]:
     """Return job, first and last step of ``JOB@STEP``, ``JOB@FROM..TO`` or ``JOB@FROM..``.
 
     The last step is None where there is no range, and -1 where it has no end.
@@ -26,13 +26,13 @@ def parsed_range(text: str) -> tuple[str, int, int | None]:
     return checked_id(found[1], what="job"), int(found[2]), end
 
 
-def parsed_place(text: str) -> tuple[str, int]:
+def parse_place(text: str) -> tuple[str, int]:
     """Return job and step of ``JOB@STEP``.
 
     Raises:
         UsageError: it is not of that form, or a range.
     """
-    name, step, end = parsed_range(text)
+    name, step, end = parse_range(text)
     if end is not None:
         raise UsageError(f"{text!r} is a range: give one step, as {name}@{step}")
     return name, step

@@ -50,7 +50,7 @@ class Sampled:
     bytes: int
 
 
-def parsed_sample(text: str, *, seed: int) -> Sample:
+def parse_sample(text: str, *, seed: int) -> Sample:
     """Return the sample that a user asks for: ``5`` tensors, or ``1%`` of them.
 
     Raises:

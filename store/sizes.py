@@ -24,7 +24,7 @@ _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?) *([kKMGT]?)(i?)B?")
 _POWERS = {"": 0, "k": 1, "K": 1, "M": 2, "G": 3, "T": 4}
 
 
-def parsed_size(text: str) -> int:
+def parse_size(text: str) -> int:
     """Return the number of bytes that people write as ``5GB`` (of 1000), ``512MiB`` (of 1024) or ``4096``.
 
     Raises:

@@ -28,7 +28,7 @@ from toprope.trainer_hooks.spread import (
     spread_from,
     spread_of,
 )
-from toprope.trainer_hooks.state import FORMAT, Parts, Stateful, as_stateful, devices_of
+from toprope.trainer_hooks.state import FORMAT, Parts, Stateful, as_stateful, model_devices
 from toprope.trainer_hooks.tree import Decoder, Json
 
 if TYPE_CHECKING:
@@ -255,9 +255,9 @@ def _model_problems(loaded: Loaded) -> Iterable[str]:
         )
     if saved["tied"] != model.tied:
         yield f"model: tied parameters are {saved['tied']} in the checkpoint and {model.tied} here"
-    devices = len(devices_of(model)) if "rng" in loaded.left else len(loaded.document["rng"]["cuda"] or ())
-    if devices != len(devices_of(model)):
-        yield f"rng.cuda: streams of {devices} devices in the checkpoint, {len(devices_of(model))} here"
+    devices = len(model_devices(model)) if "rng" in loaded.left else len(loaded.document["rng"]["cuda"] or ())
+    if devices != len(model_devices(model)):
+        yield f"rng.cuda: streams of {devices} devices in the checkpoint, {len(model_devices(model))} here"
 
 
 def kept_by_name(model: ModelState) -> dict[str, torch.Tensor]:
@@ -353,7 +353,7 @@ def apply(loaded: Loaded) -> None:
         _apply_extra(loaded, parts.extra)
     if "rng" not in loaded.left:
         streams = Decoder(lambda entry: loaded.tensor(entry).clone()).decode(document["rng"])
-        rng.set_streams(streams, devices_of(loaded.model))
+        rng.set_streams(streams, model_devices(loaded.model))
 
 
 def _apply_stateful(loaded: Loaded) -> None:

@@ -226,7 +226,7 @@ def is_plain(tensor: torch.Tensor) -> bool:
     return tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
-class Target:
+class MappedFile:
     """A file mapped for writing whose pages were faulted in, so that a copy into it meets no page fault."""
 
     def __init__(self, path: Path) -> None:
@@ -291,7 +291,7 @@ _NONE: Collection[str] = frozenset()
 
 
 def write_image(  # noqa: PLR0913 - what an image consists of, and how it is written
-    target: Target,
+    target: MappedFile,
     plan: Plan,
     tensors: Mapping[str, torch.Tensor],
     document: bytes,

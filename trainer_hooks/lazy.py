@@ -20,7 +20,7 @@ import torch
 from toprope.trainer_hooks import cuda
 from toprope.trainer_hooks.copying import LARGE_BYTES, Copier, Move
 from toprope.trainer_hooks.fence import raise_fence, why_unfit
-from toprope.trainer_hooks.image import Plan, Target, is_plain
+from toprope.trainer_hooks.image import MappedFile, Plan, is_plain
 from toprope.trainer_hooks.state import Snapshot
 
 logger = logging.getLogger("toprope")
@@ -110,13 +110,13 @@ class Lazy:
                 found[section].add(name)
         return {section: frozenset(names) for section, names in found.items()}
 
-    def prove(self, target: Target, plan: Plan, snapshot: Snapshot) -> None:
+    def prove(self, target: MappedFile, plan: Plan, snapshot: Snapshot) -> None:
         """Compare what was copied at once with what is there at the fence of each optimizer that is not trusted yet."""
         for trust in self._trust.values():
             trust.proof = () if trust.given or trust.unfit else _moves(target, plan, snapshot, trust.names)
 
     def start(
-        self, target: Target, plan: Plan, snapshot: Snapshot, later: frozenset[str], then: Callable[[], None]
+        self, target: MappedFile, plan: Plan, snapshot: Snapshot, later: frozenset[str], then: Callable[[], None]
     ) -> None:
         """Begin to copy these tensors; when all are copied and sound, ``then`` is called by the thread that did it."""
         self._turn += 1
@@ -183,7 +183,7 @@ def _is_worth_it(tensor: torch.Tensor) -> bool:
     return size >= LARGE_BYTES and (is_plain(tensor) or cuda.is_plain(tensor))
 
 
-def _moves(target: Target, plan: Plan, snapshot: Snapshot, names: Collection[str]) -> list[AnyMove]:
+def _moves(target: MappedFile, plan: Plan, snapshot: Snapshot, names: Collection[str]) -> list[AnyMove]:
     """Return the copies of these tensors; they keep the memory alive that the tensors have now."""
     found: list[AnyMove] = []
     for extent in plan.extents:

@@ -14,7 +14,7 @@ from toprope.trainer_hooks.errors import RestoreError, UsageError
 from toprope.trainer_hooks.fitting import Fit, fit, fit_weights
 from toprope.trainer_hooks.relaxing import Allowed, Report
 from toprope.trainer_hooks.source import SourceError, StagedSource
-from toprope.trainer_hooks.state import Parts, devices_of
+from toprope.trainer_hooks.state import Parts, model_devices
 
 logger = logging.getLogger("toprope")
 
@@ -85,7 +85,7 @@ class Restorer:
             logger.warning("step %d was saved in another layout: %s", attempt.from_step, note)
         if "rng" in found.loaded.left and not attempt.weights_only:
             # No rank of the checkpoint had this rank's streams: they begin anew, each rank's different from all others.
-            devices = devices_of(found.loaded.model)
+            devices = model_devices(found.loaded.model)
             rng.derive_streams(attempt.job_uid, step=attempt.from_step, rank=self.entry.world.rank, devices=devices)
             logger.warning(
                 "step %d was saved by %d ranks, not %d: random streams are derived from job, step and rank",

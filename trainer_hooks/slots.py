@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from toprope.trainer_hooks import wire
-from toprope.trainer_hooks.image import Target
+from toprope.trainer_hooks.image import MappedFile
 
 _locks: dict[tuple[int, int, int], int] = {}
 """Lock files by process, device and inode, each with its only descriptor: closing any other would lose the lock."""
@@ -58,7 +58,7 @@ class Grant:
     """A slot that may be filled once, with its mapping."""
 
     slot: wire.Slot
-    target: Target
+    target: MappedFile
 
 
 class LentSlots:
@@ -67,7 +67,7 @@ class LentSlots:
     def __init__(self) -> None:
         self._mutex = threading.Lock()
         self._free: deque[Grant] = deque()
-        self._targets: dict[str, Target] = {}
+        self._targets: dict[str, MappedFile] = {}
         self._sealed: dict[int, wire.Sealed] = {}
         self._locked: set[Path] = set()
 
@@ -88,13 +88,13 @@ class LentSlots:
             self._free = deque(grant for grant in self._free if grant.slot.slot != slot.slot)
             self._free.append(Grant(slot, target))
 
-    def _mapped(self, path: Path) -> Target:
+    def _mapped(self, path: Path) -> MappedFile:
         status = path.stat()
         known = self._targets.get(str(path))
         if known is None or (known.inode, known.bytes) != (status.st_ino, status.st_size):
             # a mapping keeps the memory of a file that was removed
             self._targets = {name: target for name, target in self._targets.items() if Path(name).exists()}
-            known = self._targets[str(path)] = Target(path)
+            known = self._targets[str(path)] = MappedFile(path)
         return known
 
     def forget(self) -> None:

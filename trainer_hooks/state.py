@@ -141,7 +141,7 @@ class Snapshot:
     updated_by: dict[str, str] = field(default_factory=dict)
 
 
-def devices_of(model: ModelState) -> list[int]:
+def model_devices(model: ModelState) -> list[int]:
     """Return the CUDA devices that hold the model, in the order in which they first appear."""
     found: dict[int, None] = {}
     for tensor in (*model.params.values(), *model.buffers.values()):
@@ -196,7 +196,7 @@ def capture(parts: Parts, *, rank: int, world: int, memory: Memory | None = None
     document: dict[str, Json] = {
         "format": FORMAT,
         "world": world,
-        "rng": keeper.encoder().encode("rng", rng.streams(devices_of(model))),
+        "rng": keeper.encoder().encode("rng", rng.streams(model_devices(model))),
         "model": _model(model, keeper, owner_of, _updaters(parts)),
     }
     for name, optimizer in parts.optimizers().items():

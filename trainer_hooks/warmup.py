@@ -20,7 +20,7 @@ from toprope.trainer_hooks.inplace import overwrite
 from toprope.trainer_hooks.modules import ModelState, model_state
 from toprope.trainer_hooks.optimizers import with_state
 from toprope.trainer_hooks.spread import local_of
-from toprope.trainer_hooks.state import Parts, Stateful, as_stateful, devices_of
+from toprope.trainer_hooks.state import Parts, Stateful, as_stateful, model_devices
 
 _Back: TypeAlias = Callable[[], Any]
 """Makes something what it was, and returns it."""
@@ -49,7 +49,7 @@ def _ways_back(parts: Parts) -> Iterator[_Back]:
     found = model_state(parts.models(), world=1)
     if hasattr(parts.dataloader, "_iterator"):
         yield _unbegun(parts.dataloader)
-    yield _streams(devices_of(found))
+    yield _streams(model_devices(found))
     yield from _of_models(parts, found)
     for optimizer in parts.optimizers().values():
         yield _value(with_state(optimizer).state)

@@ -22,7 +22,7 @@ from toprope.store.export import Wanted, export
 from toprope.store.log import read_log
 from toprope.store.objects.directory import DirectoryStore
 from toprope.store.objects.opening import open_store
-from toprope.store.sizes import parsed_size
+from toprope.store.sizes import parse_size
 
 WEIGHT = np.arange(40, dtype="float32").reshape(8, 5)
 COLUMNS = np.arange(24, dtype="float64").reshape(4, 6)
@@ -383,7 +383,7 @@ def test_wrong_use_and_nothing_there_have_their_statuses(tmp_path: Path, capsys:
 
 def test_sizes_are_read_as_people_write_them() -> None:
     sizes = {"5GB": 5_000_000_000, "512MiB": 2**29, "4096": 4096, "1.5 kB": 1500, "2K": 2000, "1 TiB": 2**40}
-    assert {text: parsed_size(text) for text in sizes} == sizes
+    assert {text: parse_size(text) for text in sizes} == sizes
     for text in ("", "0", "-1", "GB", "5 XB", "5iB5"):
         with pytest.raises(UsageError):
-            parsed_size(text)
+            parse_size(text)

@@ -12,7 +12,7 @@ from toprope.__main__ import main
 from toprope.store.errors import UsageError
 from toprope.store.log import read_log
 from toprope.store.objects.directory import DirectoryStore
-from toprope.store.places import parsed_place, parsed_range, selected
+from toprope.store.places import parse_place, parse_range, selected
 
 
 @pytest.fixture
@@ -60,10 +60,10 @@ def test_a_root_that_names_no_checkpoint_is_a_root() -> None:
 
 
 def test_a_range_is_no_place() -> None:
-    assert parsed_range("gpt@10") == ("gpt", 10, None)
-    assert parsed_range("gpt@10..20") == ("gpt", 10, 20)
-    assert parsed_range("gpt@10..") == ("gpt", 10, -1)
-    assert parsed_place("gpt@10") == ("gpt", 10)
+    assert parse_range("gpt@10") == ("gpt", 10, None)
+    assert parse_range("gpt@10..20") == ("gpt", 10, 20)
+    assert parse_range("gpt@10..") == ("gpt", 10, -1)
+    assert parse_place("gpt@10") == ("gpt", 10)
     for text in ("gpt@10..20", "gpt", "@10", "gpt@", "GPT@10", "gpt@ten"):
         with pytest.raises(UsageError):
-            parsed_place(text)
+            parse_place(text)

@@ -15,7 +15,7 @@ from tests.support.tensor_stores import Stored, complex128, piece, pieces, read_
 from toprope.__main__ import main
 from toprope.store.errors import UsageError
 from toprope.store.objects.directory import DirectoryStore
-from toprope.store.sample import parsed_sample
+from toprope.store.sample import parse_sample
 
 WEIGHT = np.arange(40, dtype="float32").reshape(8, 5)
 
@@ -96,13 +96,13 @@ def test_without_reading_tensors_what_is_cut_long_or_missing_is_found_all_the_sa
 @pytest.mark.parametrize("text", ["", "x", "-1", "101%", "1.5", "%"])
 def test_a_sample_that_is_none_is_wrong_use(text: str) -> None:
     with pytest.raises(UsageError, match="give a number of tensors"):
-        parsed_sample(text, seed=0)
+        parse_sample(text, seed=0)
 
 
 def test_a_sample_of_a_part_of_a_hundred_has_one_at_least() -> None:
-    assert parsed_sample("0.1%", seed=0).of(10) == 1
-    assert parsed_sample("50%", seed=0).of(3) == 2
-    assert parsed_sample("20", seed=0).of(3) == 3
+    assert parse_sample("0.1%", seed=0).of(10) == 1
+    assert parse_sample("50%", seed=0).of(3) == 2
+    assert parse_sample("20", seed=0).of(3) == 3
 
 
 def test_deep_finds_pieces_that_do_not_make_up_a_tensor(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

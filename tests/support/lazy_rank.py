@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 from toprope.trainer_hooks.fsdp import shards_of
-from toprope.trainer_hooks.image import Target, plan_image, write_image
+from toprope.trainer_hooks.image import MappedFile, plan_image, write_image
 from toprope.trainer_hooks.lazy import PROOFS, Lazy
 from toprope.trainer_hooks.state import Parts, capture
 
@@ -99,7 +99,7 @@ class Trial:
         plan = plan_image(snapshot.tensors, METADATA, snapshot.pieces)
         size = plan.image_bytes(len(snapshot.document))
         self.path.write_bytes(bytes(size))
-        target = self.target = Target(self.path)  # its mapping lasts as long as what is held
+        target = self.target = MappedFile(self.path)  # its mapping lasts as long as what is held
         later = self.lazy.later(snapshot)
         write_image(target, plan, snapshot.tensors, snapshot.document, METADATA, later=later)
         self.lazy.prove(target, plan, snapshot)

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from toprope.trainer_hooks.apply import Loaded, apply, check
-from toprope.trainer_hooks.image import Image, Piece, Target, plan_image, write_image
+from toprope.trainer_hooks.image import Image, MappedFile, Piece, plan_image, write_image
 from toprope.trainer_hooks.state import Parts, capture
 
 
@@ -127,7 +127,7 @@ def snapshot_file(
     plan = plan_image(tensors, metadata, pieces or {})
     length = plan.image_bytes(len(document))
     path.write_bytes(bytes(length))
-    assert write_image(Target(path), plan, tensors, document, metadata) == length
+    assert write_image(MappedFile(path), plan, tensors, document, metadata) == length
     return path
 
 

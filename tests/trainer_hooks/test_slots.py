@@ -17,7 +17,7 @@ import torch
 from tests.support.tiny_trainer import METADATA
 
 from toprope.trainer_hooks import wire
-from toprope.trainer_hooks.image import Target, plan_image, write_image
+from toprope.trainer_hooks.image import MappedFile, plan_image, write_image
 from toprope.trainer_hooks.slot import CELL_BYTES, Page, SlotState, lock_holder, read_page, write_page
 from toprope.trainer_hooks.slots import LentSlots, SlotLockedError, hold_lock
 
@@ -186,7 +186,7 @@ def test_a_page_whose_newest_cell_was_cut_off_or_changed_is_the_one_before(tmp_p
 
 
 def _killed_in_mid_copy(slot: wire.Slot) -> None:
-    class Deadly(Target):
+    class Deadly(MappedFile):
         def put_tensor(self, offset: int, tensor: torch.Tensor) -> None:
             super().put_tensor(offset, tensor)
             os.kill(os.getpid(), signal.SIGKILL)

@@ -29,7 +29,7 @@ from toprope.sidecar.adapters.peers import HttpPeers
 from toprope.sidecar.values import Way
 from toprope.store.names import Key
 from toprope.store.objects.opening import open_store
-from toprope.trainer_hooks.image import Image, Target, plan_image, write_image
+from toprope.trainer_hooks.image import Image, MappedFile, plan_image, write_image
 from toprope.trainer_hooks.inplace import overwrite
 
 JOB = "leaves"
@@ -182,7 +182,7 @@ def test_a_tensor_of_over_2_gib_is_whole_at_each_hop(
     slot = memory_dir / "slot"
     with _mapped(slot, size=size):
         pass
-    assert write_image(Target(slot), plan, {"x": tensor}, b"{}", METADATA) == size
+    assert write_image(MappedFile(slot), plan, {"x": tensor}, b"{}", METADATA) == size
     expected = _sha(_of_view(_viewed(tensor)))
     del tensor
     with _mapped(slot, size=size) as image, _mapped(memory_dir / "copy", size=size) as copy:
