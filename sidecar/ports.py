@@ -85,8 +85,8 @@ class PeersPort(Protocol):
             PeerError: they can't be had.
         """
 
-    def parts(self, url: str) -> Parts:
-        """Return what the image at ``url`` consists of. Blocks.
+    def parts(self, url: str, *, of_bytes: int) -> Parts:
+        """Return what the image of so many bytes at ``url`` consists of, once the peer has hashed it. Blocks.
 
         Raises:
             PeerError: it can't be had.

@@ -131,7 +131,7 @@ class Stager:
                 self.peers.receive(url, view[begin:end], begin=begin)
 
         try:
-            parts = self.peers.parts(url)
+            parts = self.peers.parts(url, of_bytes=request.shard.bytes)
             _check(parts.digest, request.shard)
             self._some(parts, request.tensors, path, fetch)
         except PeerError as error:

@@ -17,6 +17,7 @@ from toprope.sidecar.ports import PeerError, said
 
 WATCH_S = 10.0
 _READ_BYTES = 4 * 1024 * 1024
+_LEAST_HASHED_BYTES_PER_S = 500_000_000
 
 
 class HttpPeers:
@@ -51,10 +52,12 @@ class HttpPeers:
                 raise PeerError(f"{urlsplit(url).netloc} has {response.length} bytes; expected {len(into)}")
             _fill(response, into)
 
-    def parts(self, url: str) -> Parts:
-        """Return what the image at ``url`` consists of."""
+    def parts(self, url: str, *, of_bytes: int) -> Parts:
+        """Return what the image of so many bytes at ``url`` consists of: a peer hashes all of it before it answers."""
         parts = urlsplit(url)
-        with self._answer(f"{parts.scheme}://{parts.netloc}{parts.path}/parts?{parts.query}", {}) as response:
+        hashing_s = of_bytes / _LEAST_HASHED_BYTES_PER_S
+        of_image = f"{parts.scheme}://{parts.netloc}{parts.path}/parts?{parts.query}"
+        with self._answer(of_image, {}, patience_s=hashing_s) as response:
             body = response.read(MAX_PARTS_BYTES + 1)
         try:
             if len(body) > MAX_PARTS_BYTES:
@@ -64,13 +67,17 @@ class HttpPeers:
             raise PeerError(f"{parts.netloc} lists parts that can't be read: {error}") from error
 
     @contextmanager
-    def _answer(self, url: str, some: dict[str, str]) -> Iterator[http.client.HTTPResponse]:
-        """Yield the answer to GET: of all, or of as much as the header ``some`` asks for."""
+    def _answer(self, url: str, some: dict[str, str], *, patience_s: float = 0.0) -> Iterator[http.client.HTTPResponse]:
+        """Yield the answer to GET: of all, or of as much as the header ``some`` asks for.
+
+        It may take so much longer to begin than it may stall.
+        """
         parts = urlsplit(url)
         expected = http.HTTPStatus.PARTIAL_CONTENT if some else http.HTTPStatus.OK
         connection = http.client.HTTPConnection(parts.hostname or "", parts.port or 80, timeout=self._stall_timeout_s)
         try:
             connection.request("GET", f"{parts.path}?{parts.query}", headers=self._headers | some)
+            connection.sock.settimeout(self._stall_timeout_s + patience_s)
             with connection.getresponse() as response:  # one that ends with its connection holds the socket itself
                 if response.status != expected:
                     text = response.read(500).decode("utf-8", "replace")

@@ -51,9 +51,11 @@ class FakePeers:
         into[:] = body if begin is None else body[begin : begin + len(into)]
         self.received += len(into)
 
-    def parts(self, url: str) -> Parts:
+    def parts(self, url: str, *, of_bytes: int) -> Parts:
         """List parts as they were before anything went wrong on the way."""
-        return parts_of(memoryview(self.listed.get(url.partition("/v1/")[0], self._body(url))), name=url)
+        body = self._body(url)
+        assert of_bytes == len(body)
+        return parts_of(memoryview(self.listed.get(url.partition("/v1/")[0], body)), name=url)
 
     def _body(self, url: str) -> bytes:
         body = self.served.get(url.partition("/v1/")[0])

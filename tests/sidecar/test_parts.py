@@ -24,8 +24,11 @@ from toprope.store.digest import digest
 BODY = image(attempt=1, attempt_uid="1a" * 16, step=1, rank=0, world=1, payload=4096, job_uid="0b" * 16)
 
 
-async def served(body: bytes) -> AsyncIterator[tuple[HttpPeers, str]]:
+async def served(
+    body: bytes, *, takes_s: float = 0.0, stall_timeout_s: float = 5.0
+) -> AsyncIterator[tuple[HttpPeers, str]]:
     async def view(_: Path) -> memoryview:
+        await asyncio.sleep(takes_s)
         return memoryview(body)
 
     async def no_inventory(_after: int, _wait_s: float) -> None:
@@ -40,7 +43,7 @@ async def served(body: bytes) -> AsyncIterator[tuple[HttpPeers, str]]:
     )
     http = SidecarHttp(copies, inventory_after=no_inventory, token="", stall_timeout_s=5.0, use_deadline_s=5.0)
     async with TestServer(http.application()) as server, aiohttp.ClientSession() as session:
-        peers = HttpPeers(session, node="a", token="", stall_timeout_s=5.0)
+        peers = HttpPeers(session, node="a", token="", stall_timeout_s=stall_timeout_s)
         yield peers, str(server.make_url("/v1/copies/1a/1/0?tier=memory"))
 
 
@@ -58,7 +61,7 @@ async def received(peers: HttpPeers, url: str, begin: int, end: int) -> bytes:
 
 async def test_a_sidecar_lists_the_parts_of_a_copy_and_sends_any_of_them(peer: tuple[HttpPeers, str]) -> None:
     peers, url = peer
-    parts = await asyncio.to_thread(peers.parts, url)
+    parts = await asyncio.to_thread(peers.parts, url, of_bytes=0)
     assert parts == parts_of(memoryview(BODY), name="x")
     assert (parts.bytes, parts.digest) == (len(BODY), digest(BODY))
     assert parts.parts[0].name == ""
@@ -76,13 +79,21 @@ async def test_a_range_beyond_a_copy_and_a_copy_that_is_not_there_are_errors(pee
     with pytest.raises(PeerError, match="has 1 bytes; expected 2"):
         await received(peers, url, len(BODY) - 1, len(BODY) + 1)
     with pytest.raises(PeerError, match="answered 404: no verified copy"):
-        await asyncio.to_thread(peers.parts, url.replace("/1/0", "/2/0"))
+        await asyncio.to_thread(peers.parts, url.replace("/1/0", "/2/0"), of_bytes=0)
 
 
 async def test_a_copy_that_is_no_image_is_not_listed() -> None:
     async for peers, url in served(b"x" * 64):
         with pytest.raises(PeerError, match=r"answered 404: .*not a shard image"):
-            await asyncio.to_thread(peers.parts, url)
+            await asyncio.to_thread(peers.parts, url, of_bytes=0)
+
+
+async def test_a_large_image_may_take_as_long_as_its_hashing_and_a_small_one_may_not() -> None:
+    async for peers, url in served(BODY, takes_s=0.3, stall_timeout_s=0.1):
+        parts = await asyncio.to_thread(peers.parts, url, of_bytes=5_000_000_000)
+        assert parts.digest == digest(BODY)
+        with pytest.raises(PeerError, match="timed out"):
+            await asyncio.to_thread(peers.parts, url, of_bytes=len(BODY))
 
 
 @pytest.mark.parametrize(
