@@ -1,4 +1,4 @@
-"""``ckpt pin``, ``unpin``, ``taint``, ``gc`` and ``job``: what changes a job, or deletes what it needs no more."""
+"""``ckpt pin``, ``unpin``, ``taint`` and ``gc``: what changes a job, or deletes what it needs no more."""
 
 from __future__ import annotations
 
