@@ -423,7 +423,7 @@ class Coordinator:
         state = self._log.state
         attempt = state.attempt
         before = self.core.log_view if self.core is not None else None
-        wanted = before.spec if before is not None else None
+        wanted = before.spec if before is not None and before.state.spec_sha256 == state.spec_sha256 else None
         if state.spec_sha256 is not None and wanted is None:
             wanted = json.loads(await self._facts(state.spec_sha256))
         if attempt is None:

@@ -10,13 +10,14 @@ import os
 import secrets
 import socket
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TypeAlias
 
 import msgspec
 from msgspec import UNSET
 
 from toprope.store.errors import FencedError, UsageError
-from toprope.store.fold import JobState, needed_by
+from toprope.store.fold import JobState, needed_by, violation
 from toprope.store.log import append, read_on
 from toprope.store.objects.protocol import ObjectStore
 from toprope.store.records import Elected, Job, Pin, Record, Retire, Taint, Unpin
@@ -48,6 +49,16 @@ def checked(state: JobState, change: Change) -> Change | None:
     Raises:
         UsageError: it may not; the message says why.
     """
+    wanted = _wanted(state, change)
+    if wanted is not None:
+        elected = replace(state, term=max(state.term, 1))
+        stamps = {"term": elected.term, "writer_id": elected.writer_id, "nonce": "0" * 8, "prev": elected.tail_sha256}
+        if why := violation(elected, msgspec.structs.replace(wanted, **stamps)):
+            raise UsageError(f"job {state.job}: that may not be changed so: {why}")
+    return wanted
+
+
+def _wanted(state: JobState, change: Change) -> Change | None:
     match change:
         case Pin():
             _check_live(state, change.seq, "pinned")
@@ -122,7 +133,9 @@ def _checked_job(state: JobState, job: Job) -> Job | None:
         if job.replaces != state.spec_sha256:
             raise UsageError(f"job {state.job}: its spec is {state.spec_sha256[:12]} by now, not {job.replaces}")
         return job
-    policy = parse_policy(job.retain or "")
+    if job.retain is UNSET:
+        raise UsageError(f"job {state.job}: a change that names neither a spec nor a policy of retention")
+    policy = parse_policy(job.retain)
     text = "" if policy is None else str(policy)
     return None if text == state.retain else msgspec.structs.replace(job, retain=text)
 

@@ -27,12 +27,12 @@ from toprope.coordinator.ports import Ports
 from toprope.coordinator.serving import NoBroker
 from toprope.coordinator.settings import Address
 from toprope.coordinator.wire import Cadence, Inventory, Member, OpenRequest
-from toprope.store.changes import ChangeRequest
+from toprope.store.changes import Change, ChangeRequest
 from toprope.store.fold import JobState
 from toprope.store.log import read_entries, read_log
 from toprope.store.objects.directory import DirectoryStore
 from toprope.store.objects.protocol import ObjectStore
-from toprope.store.records import Elected, Pin
+from toprope.store.records import Elected, Job, Pin, Retire
 from toprope.store.verify import CheckpointReport, verify_checkpoint
 
 ANYWHERE = Address(host="127.0.0.1", port=0)
@@ -377,15 +377,36 @@ async def test_a_spec_that_was_refused_can_be_accepted(
         before = OpenRequest(
             job="job", launch_id="2a" * 16, round=0, world=world, spec=json.loads(job.spec), versions={}
         )
-        assert (await live.coordinator.open(before)).code == "spec-mismatch"
+        refused = await live.coordinator.open(before)
+        assert (refused.code, "~ model.weight[1]: [2, 4] -> [2, 3]" in refused.text) == ("spec-mismatch", True)
 
 
 async def test_a_request_of_another_job_or_of_no_form_changes_nothing(job: JobBuilder, tmp_path: Path) -> None:
     async with reigning(tmp_path) as live, aiohttp.ClientSession() as client:
         n = (await live.state()).n
         other = msgspec.json.encode(ChangeRequest(job_uid="0c" * 16, change=Pin(seq=4)))
+        uid, spec = (await live.state()).job_uid, (await live.state()).spec_sha256
+        assert spec is not None
+
+        def asked(change: Change) -> bytes:
+            return msgspec.json.encode(ChangeRequest(job_uid=uid, change=change))
+
+        odd: tuple[tuple[Change, str], ...] = (
+            (Retire(seqs=(4, 4)), "one READY twice"),
+            (Job(uid="0c" * 16, name="job", retain="last=1"), "it is of job uid"),
+            (Job(uid=uid, name="other", retain="last=1"), "it names job 'other'"),
+            (Job(uid=uid, name="job", retain="last=1", replaces="5e" * 32), "replaces a spec with none"),
+            (Job(uid=uid, name="job", spec_sha256="5e" * 32, replaces=spec, retain="last=1"), "more than one"),
+            (Job(uid=uid, name="job", spec_sha256="5e", replaces=spec), "it sets no spec"),
+            (Job(uid=uid, name="job"), "neither a spec nor a policy"),
+        )
         ready = other.replace(b"PIN", b"ELECTED")
-        for body, what in ((other, "of another uid"), (ready, "not a change"), (b"{", "not a change")):
+        for body, what in (
+            (other, "of another uid"),
+            (ready, "not a change"),
+            (b"{", "not a change"),
+            *((asked(change), what) for change, what in odd),
+        ):
             async with client.post(f"{live.url}/v1/changes", data=body) as answer:
                 assert answer.status == 409
                 assert what in await answer.text()
