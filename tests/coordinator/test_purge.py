@@ -6,20 +6,23 @@ import asyncio
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
-from tests.coordinator.test_changes import ckpt, contents, reigning
+from tests.coordinator.test_changes import TOKEN, ckpt, contents, reigning
 from tests.support.fake_store import FakeStore
+from tests.support.logs import SPEC, LogWriter, attempt, ready, uid
 from tests.support.stores import JobBuilder, small_store
 
 from toprope.coordinator.basing import pinned_base
 from toprope.store.errors import UnavailableError
 from toprope.store.holds import holding
-from toprope.store.log import append, read_log
+from toprope.store.log import read_log
 from toprope.store.names import Key
 from toprope.store.objects.directory import DirectoryStore
 from toprope.store.purging import delete, keys_of
-from toprope.store.records import Elected, Job
+from toprope.store.records import Elected, Held, Job
 from toprope.store.verify import verify_checkpoint
 
 
@@ -63,14 +66,27 @@ def test_without_its_name_once_more_nothing_goes(
 
 
 @pytest.mark.usefixtures("job_of_50")
-def test_it_refuses_while_a_coordinator_answers(tmp_path: Path) -> None:
+@pytest.mark.parametrize("token", ["", TOKEN], ids=["open", "with a token"])
+def test_it_refuses_while_a_coordinator_answers(tmp_path: Path, token: str, capsys: pytest.CaptureFixture[str]) -> None:
     async def purge() -> tuple[int, int]:
-        async with reigning(tmp_path) as live:
+        async with reigning(tmp_path, token=token) as live:
             return await live.ckpt("job", "purge", tmp_path, "job", "--confirm", "job"), len(contents(tmp_path))
 
     status, files = asyncio.run(purge())
     assert status == 64
+    assert "coordinator answers at http" in capsys.readouterr().err
     assert files == len(contents(tmp_path)) > 5
+
+
+@pytest.mark.usefixtures("two_jobs")
+def test_the_coordinator_of_another_job_at_its_address_does_not_keep_it(tmp_path: Path) -> None:
+    async def purge() -> int:
+        async with reigning(tmp_path) as live:
+            words = ("job", "purge", tmp_path, "other", "--confirm", "other", "--coordinator", live.url)
+            return await live.ckpt(*words)
+
+    assert asyncio.run(purge()) == 0
+    assert of_job(tmp_path, "other") == {}
 
 
 @pytest.fixture
@@ -88,16 +104,18 @@ def test_it_refuses_while_another_job_has_nothing_but_this_one_to_start_from(
     two_jobs: DirectoryStore, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     base = pinned_base(two_jobs, "new", at="job@10", take="all", token="", say=lambda _: None)
-    state = append(two_jobs, read_log(two_jobs, "new"), named, term=0, writer_id="c").state
-    state = append(two_jobs, state, lambda _: Elected(), term=0, writer_id="c").state
-    append(two_jobs, state, lambda _: Job(uid="0d" * 16, name="new", base=base), term=1, writer_id="c")
+    log = LogWriter(two_jobs, "new")
+    log.add(named(), Elected(), named(base=base), named(spec_sha256=SPEC))
     assert ckpt("job", "purge", tmp_path, "job", "--confirm", "job") == 64
     assert "job new starts from its step 10" in capsys.readouterr().err
     assert ckpt("job", "purge", tmp_path, "other", "--confirm", "other") == 0
+    own = attempt(1, uid=uid(9), held=Held(attempt_uid=base.attempt_uid, step=10), from_step=10)
+    log.add(own, msgspec.structs.replace(ready(20), attempt_uid=uid(9)))
+    assert ckpt("job", "purge", tmp_path, "job", "--confirm", "job") == 0, "it has one of its own by now"
 
 
-def named(_: object) -> Job:
-    return Job(uid="0d" * 16, name="new")
+def named(**more: Any) -> Job:  # noqa: ANN401 - as the record takes it
+    return Job(uid="0d" * 16, name="new", **more)
 
 
 def test_a_purge_that_is_cut_off_anywhere_leaves_a_job_that_can_be_purged(tmp_path: Path) -> None:

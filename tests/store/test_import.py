@@ -188,6 +188,10 @@ def test_a_hostile_pickle_runs_nothing(tmp_path: Path, capsys: pytest.CaptureFix
         (directory / ".metadata").write_bytes(pickle.dumps(metadata, protocol))
         assert ckpt("import", root, directory, "--job", "gpt") == 2
         assert "does not belong there" in capsys.readouterr().err
+    metadata.planner_data = torch.nn.Linear  # of torch, and nothing that a checkpoint has
+    (directory / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CorruptObjectError, match=r"'torch\.nn\.modules\.linear Linear', which does not belong there"):
+        open_source(directory)
     (directory / ".metadata").write_bytes(good)
     for path in directory.glob("*.distcp"):
         path.write_bytes(pickle.dumps(_Bomb(mark)).ljust(path.stat().st_size, b"."))

@@ -106,6 +106,17 @@ def test_a_clock_that_jumps_counts_as_a_quarter_of_the_time_at_most(hours: tuple
     assert set(kept(timed(*hours), "within=4h")) >= set(would_be)
 
 
+@pytest.mark.parametrize(
+    "hours",
+    [(0, 1, 2, 3, 4, -90_000, -89_999, -89_998, -89_997), (0, 1, 2, 3, 4, None, 6, 7, 8)],
+    ids=["went back", "one is missing"],
+)
+def test_a_clock_that_went_back_or_a_time_that_is_missing_keeps_no_more_than_it_must(
+    hours: tuple[float | None, ...],
+) -> None:
+    assert kept(timed(*hours), "within=4h") == [4, 5, 6, 7, 8, 9]
+
+
 def test_a_pause_in_training_counts_as_a_quarter_of_the_time_at_most() -> None:
     assert kept(timed(0, 1, 2, 3, 103, 104), "within=4h") == [2, 3, 4, 5, 6]
 

@@ -469,7 +469,10 @@ def test_a_source_that_can_not_be_had_is_struck_off_when_it_is_looked_at(ours: O
 def test_a_writer_goes_on_in_the_process_that_it_is_handed_to_and_not_in_its_own(ours: Ours) -> None:
     ours.save(1, {"a": torch.zeros(1)})
     made, (attempt,) = StorageWriter(ours.now()).__reduce__()
+    slots = ours.now()._entry.session.slots
+    assert slots._locked
     resume, given = attempt.__reduce__()
+    assert not slots._locked, "the other process could lock none of its slots"
     resumed = resume(*given)
     assert resumed is resume(*given)
     with pytest.raises(CheckpointException, match="no sidecar"):
@@ -479,6 +482,11 @@ def test_a_writer_goes_on_in_the_process_that_it_is_handed_to_and_not_in_its_own
     found = {"a": torch.zeros(1)}
     ours.load(found)
     assert found["a"].tolist() == [1.0]
+
+
+def test_an_attempt_that_has_not_begun_is_not_handed_over(ours: Ours) -> None:
+    with pytest.raises(UsageError, match=r"call begin\(\) before an attempt is handed"):
+        ours.launch().__reduce__()
 
 
 def test_ranks_that_do_not_all_save_the_same_step_are_refused(ours: Ours) -> None:

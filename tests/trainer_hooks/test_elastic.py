@@ -6,16 +6,19 @@ import logging
 from collections import Counter
 from collections.abc import Callable
 from itertools import islice
+from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.support.fake_sidecar import FakeSidecar
+from tests.support.tiny_trainer import tiny
 from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader  # type: ignore[import-untyped]
 
-from toprope.trainer_hooks import ElasticSampler, StateMismatchError, UsageError
+from toprope.trainer_hooks import Checkpointer, ElasticSampler, StateMismatchError, UsageError
 from toprope.trainer_hooks.elastic import sampler_of
 
 Tail = Literal["drop", "pad"]
@@ -170,6 +173,27 @@ def test_a_loop_that_never_says_what_it_trained_on_ends() -> None:
     assert list(sampler) == list(sampler)  # looked at, and then trained on, is fine
     with pytest.raises(UsageError, match="advance"):
         list(sampler)
+
+
+def test_a_step_of_which_no_sample_was_said_to_be_trained_on_is_refused_at_the_first_end_step(
+    memory_dir: Path,
+) -> None:
+    def begun(sampler: ElasticSampler) -> Checkpointer:
+        hook = Checkpointer(job="j", socket=sidecar.socket_path, **{**tiny().named(), "dataloader": sampler})
+        assert hook.restore() == 0
+        assert len(list(islice(sampler, 2))) == 2
+        return hook
+
+    with FakeSidecar(memory_dir / "s") as sidecar:
+        hook = begun(ElasticSampler(8, rank=0, world=1))
+        with pytest.raises(UsageError, match=r"end_step\(1\) and no sample was said .* call sampler\.advance\(n\)"):
+            hook.end_step(1)
+        hook.close("nothing")
+        sampler = ElasticSampler(8, rank=0, world=1)
+        hook = begun(sampler)
+        sampler.advance(2)
+        hook.end_step(1)
+        hook.close("nothing")
 
 
 @pytest.mark.parametrize(

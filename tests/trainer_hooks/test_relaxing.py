@@ -132,6 +132,31 @@ def test_other_dtypes_are_cast_with_the_moments_that_follow_them(
     assert found.report.cast == tuple(f"{name}: {there} to {here}" for name in names)
 
 
+def test_only_state_that_is_like_its_parameter_is_cast_with_it(tmp_path: Path) -> None:
+    def parts(dtype: torch.dtype) -> dict[str, Any]:
+        weight, scale = nn.Parameter(torch.ones(2, 4, dtype=dtype)), nn.Parameter(torch.ones((), dtype=dtype))
+        optimizer = torch.optim.SGD([weight, scale], lr=1.0)
+        if dtype == torch.float32:
+            optimizer.state[weight] = {
+                "like": torch.ones(2, 4), "row": torch.ones(2), "wide": torch.ones(2, 4).double(),
+            }  # fmt: skip
+            optimizer.state[scale] = {"like": torch.ones(()), "step": torch.tensor(257.0)}
+        return {"model": nn.ParameterDict({"weight": weight, "scale": scale}), "optimizer": optimizer}
+
+    live = parts(torch.bfloat16)
+    found = fitted(saved(tmp_path, [parts(torch.float32)]), allowed=CAST, **live)
+    apply(found.loaded)
+    state = {name: live["optimizer"].state[parameter] for name, parameter in live["model"].items()}
+    assert {f"{name}.{key}": value.dtype for name, of in state.items() for key, value in of.items()} == {
+        "weight.like": torch.bfloat16,
+        "weight.row": torch.float32,
+        "weight.wide": torch.float64,
+        "scale.like": torch.bfloat16,
+        "scale.step": torch.float32,
+    }
+    assert state["scale"]["step"].item() == 257.0, "bfloat16 has no such number"
+
+
 def test_values_that_do_not_fit_into_the_other_dtype_are_counted(tmp_path: Path) -> None:
     model = linear(1.0)
     with torch.no_grad():
