@@ -61,6 +61,7 @@ def train(job: str, cluster: Cluster, directory: Path, server: ForkServer) -> tu
     return read_finals(ranks.out), begun
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_job_goes_on_bit_for_bit_where_another_one_was(
     tmp_path: Path, fork_server: ForkServer, services: ForkedServices

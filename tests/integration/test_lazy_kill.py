@@ -16,6 +16,7 @@ from toprope.chaos.live.ranks import World
 from toprope.trainer_hooks.slot import SlotState, read_page
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_trainer_killed_in_the_midst_of_a_lazy_copy_goes_on_from_the_snapshot_before(
     tmp_path: Path, services: ForkedServices

@@ -98,6 +98,7 @@ def kill_and_resume(kind: str, tmp_path: Path, warm: ForkServer, services: Forke
     assert torn_restores(journal.events) == ()
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_what_belongs_to_a_rank_is_refused_on_another_number_of_them_and_the_right_number_goes_on(
     tmp_path: Path, warm: ForkServer, services: ForkedServices

@@ -23,7 +23,7 @@ ENDS_AS_BY_SIGTERM = 128 + signal.SIGTERM
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("told", [(1,), (0, 1)])
+@pytest.mark.parametrize("told", [(1,), pytest.param((0, 1), marks=pytest.mark.long)])
 def test_trainers_end_at_one_step_and_go_on_from_it(
     told: tuple[int, ...], tmp_path: Path, fork_server: ForkServer, services: ForkedServices, reference: Reference
 ) -> None:

@@ -80,7 +80,7 @@ def told(value: object) -> object:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["adamw", "momentum"])
+@pytest.mark.parametrize("kind", ["adamw", pytest.param("momentum", marks=pytest.mark.long)])
 def test_pytorch_alone_goes_on_from_what_a_trainer_kept(tmp_path: Path, kind: str) -> None:
     made: dict[str, Any] = {}
     exec(MAKE, made)
