@@ -11,7 +11,6 @@ import functools
 import json
 import math
 import re
-import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,6 +23,7 @@ from toprope.store import with_torch
 from toprope.store.assemble import read_indexes, shard_metadata, tensor_bytes
 from toprope.store.errors import CorruptObjectError, StoreError, UsageError
 from toprope.store.fold import JobState
+from toprope.store.header import Written, header_bytes
 from toprope.store.leaves import Leaves, leaves_of
 from toprope.store.manifest import Index, Manifest, sha256
 from toprope.store.names import facts_key
@@ -338,15 +338,9 @@ def _header(lines: Sequence[Line], manifest: Manifest) -> bytes:
         "toprope.attempt": str(manifest.attempt),
         "toprope.step": str(manifest.step),
     } | {f"dtype:{line.name}": line.true_dtype for line in lines if line.true_dtype is not None}
-    header: dict[str, Any] = {"__metadata__": metadata}
-    at = 0
-    for line in lines:
-        end = at + line.whole.bytes
-        header[line.name] = {"dtype": line.whole.dtype, "shape": list(line.shape), "data_offsets": [at, end]}
-        at = end
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text = text.ljust(-(-len(text) // 8) * 8)
-    return struct.pack("<Q", len(text)) + text
+    return header_bytes(
+        (Written(line.name, line.whole.dtype, line.shape, line.whole.bytes) for line in lines), metadata
+    )
 
 
 def _index_json(files: Mapping[str, Sequence[Line]], total: int) -> bytes:

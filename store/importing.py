@@ -6,13 +6,13 @@ import json
 import math
 import mmap
 import secrets
-import struct
 from dataclasses import dataclass
 from typing import Any
 
 from toprope.store.digest import digest_of_object
 from toprope.store.errors import AlreadyExistsError, CorruptObjectError, UsageError
 from toprope.store.founding import found
+from toprope.store.header import Written, header_bytes
 from toprope.store.incoming import Incoming, Source
 from toprope.store.leaves import IMPORTED
 from toprope.store.log import read_log
@@ -32,9 +32,6 @@ from toprope.store.shard import (
 )
 from toprope.store.spool import spool
 from toprope.store.whole import DOCUMENT
-
-_ALIGNED = 16
-_LENGTH = struct.Struct("<Q")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,25 +138,22 @@ def plan(source: Source, metadata: dict[str, str]) -> Layout:
     ordered.append(Incoming(name=DOCUMENT, dtype="U8", shape=(len(document),), fill=lambda view: _put(view, document)))
     if len(ordered) > MAX_TENSORS:
         raise UsageError(f"{len(source.tensors)} tensors; a shard holds at most {MAX_TENSORS - 1}")
-    header: dict[str, Any] = {"__metadata__": metadata}
-    begins, at = [], 0
+    names, written = {"__metadata__"}, []
     for tensor in ordered:
-        if tensor.name in header or len(tensor.name) > MAX_NAME_CHARACTERS or not tensor.name:
+        if tensor.name in names or len(tensor.name) > MAX_NAME_CHARACTERS or not tensor.name:
             raise UsageError(f"a tensor is named {tensor.name[:200]!r}, which a shard can't have")
         if tensor.true_dtype is not None:
             metadata[f"dtype:{tensor.name}"] = tensor.true_dtype
-        end = at + _bytes(tensor)
-        header[tensor.name] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": [at, end]}
-        begins.append(at)
-        at = end
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text = text.ljust(-(-(len(text) + LENGTH_BYTES) // _ALIGNED) * _ALIGNED - LENGTH_BYTES)
-    if len(text) > MAX_HEADER_BYTES:
-        raise UsageError(
-            f"the names of {len(source.tensors)} tensors take {len(text)} bytes; at most {MAX_HEADER_BYTES}"
-        )
-    places = zip(ordered, (LENGTH_BYTES + len(text) + begin for begin in begins), strict=True)
-    return Layout(header=_LENGTH.pack(len(text)) + text, places=tuple(places), bytes=LENGTH_BYTES + len(text) + at)
+        names.add(tensor.name)
+        written.append(Written(tensor.name, tensor.dtype, tensor.shape, _bytes(tensor)))
+    header = header_bytes(written, metadata)
+    if (length := len(header) - LENGTH_BYTES) > MAX_HEADER_BYTES:
+        raise UsageError(f"the names of {len(source.tensors)} tensors take {length} bytes; at most {MAX_HEADER_BYTES}")
+    places, at = [], len(header)
+    for tensor in ordered:
+        places.append((tensor, at))
+        at += _bytes(tensor)
+    return Layout(header=header, places=tuple(places), bytes=at)
 
 
 def _item_bytes(tensor: Incoming) -> int:

@@ -7,22 +7,20 @@ behind: what was named of it is stored anew, so that what a checkpoint keeps ali
 
 from __future__ import annotations
 
-import json
-import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import msgspec
 
 from toprope.store.digest import Hasher
+from toprope.store.header import Written, header_bytes
 from toprope.store.manifest import MAX_FILES, File, Head, Index, Tensor
 from toprope.store.shard import FORMAT, HashedImage, header_length, parse_header
 
 HEAD = "__head__"
 """The byte tensor of a part file that holds the head of the image."""
 PART_FORMAT = "2"
-_ALIGNED = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,28 +82,21 @@ def part_file(image: memoryview, hashed: HashedImage, *, kept: Iterable[str]) ->
     """Return the file of an image's head and of its tensors but those that are ``kept`` elsewhere."""
     left_out = set(kept)
     new = [extent for extent in hashed.header.extents if extent.name not in left_out]
-    header: dict[str, Any] = {"__metadata__": _metadata(hashed.header.metadata)}
-    at = 0
-    for extent in new:
-        end = at + extent.end - extent.begin
-        header[extent.name] = {"dtype": extent.dtype, "shape": list(extent.shape), "data_offsets": [at, end]}
-        at = end
-    end = at + hashed.header.bytes
-    header[HEAD] = {"dtype": "U8", "shape": [hashed.header.bytes], "data_offsets": [at, end]}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    length = -(-(8 + len(text)) // _ALIGNED) * _ALIGNED - 8
-    first = struct.pack("<Q", length) + text.ljust(length)
-    places = {
-        name: (len(first) + entry["data_offsets"][0], len(first) + entry["data_offsets"][1])
-        for name, entry in header.items()
-        if name != "__metadata__"
-    }
+    written = [
+        *(Written(extent.name, extent.dtype, extent.shape, extent.end - extent.begin) for extent in new),
+        Written(HEAD, "U8", (hashed.header.bytes,), hashed.header.bytes),
+    ]
+    first = header_bytes(written, _metadata(hashed.header.metadata))
+    places, at = {}, len(first)
+    for one in written:
+        places[one.name] = (at, at + one.bytes)
+        at += one.bytes
     pieces: tuple[bytes | memoryview, ...] = (
         first,
         *(image[extent.begin : extent.end] for extent in new),
         image[: hashed.header.bytes],
     )
-    return PartFile(pieces=pieces, bytes=len(first) + end, places=places)
+    return PartFile(pieces=pieces, bytes=at, places=places)
 
 
 def _metadata(image: dict[str, str]) -> dict[str, str]:

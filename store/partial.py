@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import fnmatch
 import json
-import math
-import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from toprope.store.assemble import read_indexes, shard_metadata, tensor_bytes
 from toprope.store.errors import UsageError
 from toprope.store.fold import JobState
+from toprope.store.header import Written, header_bytes
 from toprope.store.manifest import Index, Tensor
 from toprope.store.new_directory import check_target, new_directory, put_in_place, synced_file
 from toprope.store.objects.protocol import ObjectStore
@@ -96,7 +94,8 @@ def _chosen(index: Index, only: Sequence[str]) -> list[Tensor]:
 
 def _write(store: ObjectStore, path: Path, index: Index, tensors: Sequence[Tensor], *, job: str) -> None:
     with synced_file(path) as file:
-        file.write(_header(tensors, _metadata(store, index, tensors, job=job)))
+        written = (Written(one.name, one.dtype, one.shape, one.end - one.begin) for one in tensors)
+        file.write(header_bytes(written, _metadata(store, index, tensors, job=job)))
         for tensor in tensors:
             file.writelines(tensor_bytes(store, alone(index, tensor), job=job))
 
@@ -112,15 +111,3 @@ def _metadata(store: ObjectStore, index: Index, tensors: Sequence[Tensor], *, jo
     stored = shard_metadata(store, index, job=job)
     dtypes = {f"dtype:{tensor.name}" for tensor in tensors} & set(stored)
     return said | {name: stored[name] for name in sorted(dtypes)}
-
-
-def _header(tensors: Sequence[Tensor], metadata: dict[str, str]) -> bytes:
-    header: dict[str, Any] = {"__metadata__": metadata}
-    at = 0
-    for tensor in tensors:
-        end = at + tensor.end - tensor.begin
-        header[tensor.name] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": [at, end]}
-        at = end
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text = text.ljust(math.ceil(len(text) / 8) * 8)
-    return struct.pack("<Q", len(text)) + text
