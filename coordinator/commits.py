@@ -13,12 +13,16 @@ from toprope.coordinator.readiness import HERE, Receipt
 from toprope.coordinator.wire import Copy, Inventory, ReadBackTask
 from toprope.store.records import Attempt
 
+UNANSWERED_MAX = 5
+"""How often the store may not answer about a step, or an object of it, before a newer step goes first."""
+
 
 @dataclass(slots=True, kw_only=True)
 class Commits:
     """What is known of the shard objects of one attempt. ``found`` are the digests that read-backs gave, by key.
 
     Of steps up to ``last_step``, which can't become READY any more, nothing is remembered.
+    ``unanswered`` counts, by key of an object or by step, how often the store did not answer.
     ``dead``: steps that can't become READY, each with the reason. ``under_way`` is the step being read back or
     committed (0: none), ``committing`` the one that has been handed over to be committed.
     """
@@ -29,6 +33,7 @@ class Commits:
     read_back_deadline_s: float
     receipts: dict[tuple[int, int], dict[str, Receipt]] = field(default_factory=dict)
     found: dict[str, str] = field(default_factory=dict)
+    unanswered: dict[str | int, int] = field(default_factory=dict)
     dead: dict[int, str] = field(default_factory=dict)
     under_way: int = 0
     under_way_since_s: float = 0.0
@@ -60,16 +65,24 @@ class Commits:
         """Note what the coordinator has read back itself."""
         self.reading_here.discard(event.key)
         if event.result is None:
+            self._note_unanswered(event.key)
             self.not_before_s = event.now_s + self.retry_s
         else:
             self.found[event.key] = readiness.found_digest(event.result)
+
+    def _note_unanswered(self, what: str | int) -> None:
+        self.unanswered[what] = self.unanswered.get(what, 0) + 1
 
     def failed(self, event: CommitFailed) -> None:
         """Note that a commit came to nothing."""
         self.committing = 0
         self.not_before_s = event.now_s + self.retry_s
-        if event.final and self.attempt is not None and self.attempt.uid == event.attempt_uid:
+        if self.attempt is None or self.attempt.uid != event.attempt_uid:
+            return
+        if event.final:
             self.dead[event.step] = event.text
+        else:
+            self._note_unanswered(event.step)
 
     def moved(self, last_step: int) -> None:
         """Note that the log has moved on: no step up to ``last_step`` can become READY any more."""
@@ -77,6 +90,8 @@ class Commits:
         self.receipts = {at: one for at, one in self.receipts.items() if at[0] > last_step}
         written = {key for by_key in self.receipts.values() for key in by_key}
         self.found = {key: found for key, found in self.found.items() if key in written}
+        steps = {step for step, _ in self.receipts}
+        self.unanswered = {what: count for what, count in self.unanswered.items() if what in written or what in steps}
         self.dead = {step: why for step, why in self.dead.items() if step > last_step}
         if last_step >= self.committing:
             self.committing = 0
@@ -94,9 +109,11 @@ class Commits:
             return []
         receipts = tuple(book[step, rank] for rank in range(self.attempt.world_size))
         others = self._rested_on(receipts)
-        if damage := readiness.spoiled((*receipts, *others), self.found):
-            self.dead[step] = damage
-            return [Say(level="error", text=f"step {step} can't become READY: {damage}")]
+        newest = readiness.next_step(steps, dead=self.dead, under_way=0)
+        why = readiness.spoiled((*receipts, *others), self.found)
+        if why := why or self._given_up(step, (*receipts, *others), newest=newest):
+            self.dead[step] = why
+            return [Say(level="error", text=f"step {step} can't become READY: {why}")]
         if now_s < self.not_before_s:
             return []
         if all(receipt.copy.key in self.found for receipt in (*receipts, *others)):
@@ -106,6 +123,14 @@ class Commits:
         here = [task for task in tasks if task.node == HERE and task.key not in self.reading_here]
         self.reading_here.update(task.key for task in here)
         return [ReadBackHere(task=task) for task in here]
+
+    def _given_up(self, step: int, receipts: Sequence[Receipt], *, newest: int) -> str:
+        """Return why a newer complete step goes first: one object that can't be read must not stop them all."""
+        about: tuple[str | int, ...] = (step, *(one.copy.key for one in receipts))
+        tries = max(self.unanswered.get(what, 0) for what in about)
+        if tries < UNANSWERED_MAX or newest <= step:
+            return ""
+        return f"the store did not answer {tries} times, and step {newest} is complete too"
 
     def _intent(self, step: int, receipts: tuple[Receipt, ...], others: tuple[Receipt, ...]) -> CommitStep:
         assert self.attempt is not None

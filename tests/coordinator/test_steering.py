@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.support.reigns import FakeNode, Reign, copy_of, training, two_nodes
 
-from toprope.coordinator.effects import Commit, Probe
-from toprope.coordinator.events import CommitFailed, Connected, Heard, Hinted, LogMoved, SeenDesired
+from toprope.coordinator.commits import UNANSWERED_MAX
+from toprope.coordinator.effects import Commit, Probe, ReadBackHere
+from toprope.coordinator.events import CommitFailed, Connected, Heard, Hinted, LogMoved, ReadHere, SeenDesired
 from toprope.coordinator.roll import REFUSED_TOLD
 from toprope.coordinator.wire import Desired, Inventory, Kept, Presence, ReadBack, ReadBackTask, Skip
 from toprope.store.records import Taint
@@ -469,6 +470,49 @@ def test_a_commit_that_failed_for_now_is_tried_again_and_one_that_failed_for_goo
     reign.do(replace(failed, text="bad index", final=True))
     reign.wait(10)
     assert len(reign.kept_back) == 2
+
+
+def test_a_step_with_an_object_that_can_not_be_read_goes_to_ready_unless_a_newer_one_is_complete() -> None:
+    reign = Reign()
+    reign.node("a")
+    reign.ask("a", "a")
+    reign.held_back = {ReadBackHere}
+    reign.hold(8, tiers=("object",))
+
+    def not_answered() -> None:
+        effects, reign.kept_back = reign.kept_back, []
+        for effect in effects:
+            assert isinstance(effect, ReadBackHere)
+            reign.do(ReadHere(key=effect.task.key, result=None, now_s=reign.now_s))
+        reign.wait(3)
+
+    for _ in range(UNANSWERED_MAX + 1):
+        not_answered()
+    reign.release()
+    assert reign.ready_steps == [8], "a store that was away for long costs nothing"
+    reign.held_back = {ReadBackHere}
+    reign.hold(16, tiers=("object",))
+    reign.hold(24, tiers=("object",))
+    for _ in range(UNANSWERED_MAX):
+        not_answered()
+    assert [said.text for said in reign.said if "step 16 can't become READY" in said.text]
+    reign.release()
+    assert reign.ready_steps == [8, 24]
+
+
+def test_a_commit_for_which_the_store_never_answers_goes_after_a_newer_one() -> None:
+    reign = training()
+    reign.held_back = {Commit}
+    reign.hold(8, tiers=("object",))
+    reign.read_back()
+    reign.hold(16, tiers=("object",))
+    for _ in range(UNANSWERED_MAX):
+        reign.do(CommitFailed(attempt_uid=uid(reign), step=8, text="EIO", final=False, now_s=reign.now_s))
+        reign.kept_back = []
+        reign.wait(3)
+    reign.release()
+    reign.read_back()
+    assert reign.ready_steps == [16]
 
 
 # --- documents
