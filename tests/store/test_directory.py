@@ -135,6 +135,16 @@ def test_a_directory_that_is_removed_in_mid_create_is_no_missing_object(
         store.create(KEY, b"x")
 
 
+def test_more_than_is_read_at_once_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = DirectoryStore(tmp_path)
+    store.create(KEY, bytes(102))
+    monkeypatch.setattr("toprope.store.objects.protocol.MAX_WHOLE_BYTES", 100)
+    for start in (0, 1):
+        with pytest.raises(CorruptObjectError, match="at most 100 are read at once"):
+            store.read(KEY, start=start)
+    assert (len(store.read(KEY, start=2)), len(store.read(KEY, length=102))) == (100, 102)
+
+
 def test_temporaries_are_no_objects(tmp_path: Path) -> None:
     store = DirectoryStore(tmp_path)
     store.create(KEY, b"x")

@@ -134,6 +134,18 @@ def test_what_is_too_large_is_refused_before_a_byte_is_sent(strict: StrictS3) ->
     assert len(strict.asked("UploadPart")) == 50
 
 
+def test_more_than_is_read_at_once_is_refused_before_it_comes(
+    strict: StrictS3, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = open_store(strict.root())
+    store.create(KEY, bytes(102))
+    monkeypatch.setattr("toprope.store.objects.protocol.MAX_WHOLE_BYTES", 100)
+    for start in (0, 1):
+        with pytest.raises(CorruptObjectError, match="at most 100 are read at once"):
+            store.read(KEY, start=start)
+    assert (len(store.read(KEY, start=2)), len(store.read(KEY, length=102))) == (100, 102)
+
+
 def test_a_part_that_fails_is_sent_again_alone(strict: StrictS3) -> None:
     store = in_parts(strict)
     strict.rules += [

@@ -5,12 +5,22 @@ from __future__ import annotations
 import hashlib
 import logging
 import random
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from tests.support.fitted_states import fitted, linear, saved
+from torch import nn
 
+from toprope.trainer_hooks import wire
+from toprope.trainer_hooks.entering import Entry
+from toprope.trainer_hooks.launch import World
+from toprope.trainer_hooks.relaxing import Allowed
+from toprope.trainer_hooks.restoring import Restorer
 from toprope.trainer_hooks.rng import derive_streams, set_streams, streams
+from toprope.trainer_hooks.session import Session
+from toprope.trainer_hooks.state import Parts
 
 
 def drawn(*, seed: int | str = 7, step: int = 3, rank: int = 0) -> tuple[float, float, float, float]:
@@ -46,3 +56,27 @@ def test_derived_streams_draw_nothing_from_what_was_there_and_are_said(caplog: p
     assert "rank 3 begin anew, from seed 1, step 2" in caplog.text
     set_streams(before, [])
     torch.testing.assert_close(streams([])["torch"], before["torch"])
+
+
+@pytest.mark.parametrize("rank", [1, 2])
+def test_a_rank_of_another_number_of_ranks_begins_its_own_streams_from_the_job_and_the_step(
+    tmp_path: Path, rank: int
+) -> None:
+    found = fitted(saved(tmp_path, [{"model": linear(3.0)}] * 2), rank=rank, world=3, model=linear(9.0))
+    hello = wire.Hello(job="j", launch_id="aa", rank=rank, world=3, pid=1)
+    entry = Entry(Session(tmp_path / "none", hello), World(rank, 3), "aa", {})
+    attempt = wire.Attempt(
+        job_uid="0b" * 16,
+        number=2,
+        uid="1a" * 16,
+        launch_id="aa",
+        round=0,
+        source="ready",
+        source_world=2,
+        from_step=40,
+        schedule=wire.Schedule(from_step=0, every=1),
+    )
+    Restorer(entry, Parts(model=nn.Identity()), {}, Allowed())._apply(attempt, found)
+    begun = random.random(), float(torch.rand(1))
+    derive_streams("0b" * 16, step=40, rank=rank, devices=[])
+    assert (random.random(), float(torch.rand(1))) == begun
