@@ -38,11 +38,13 @@ class Log:
     async def append(self, make: Callable[[JobState], Record | None]) -> Appended:
         """Append what ``make`` decides on; raises as ``append_steps``.
 
-        A command that was elected in passing, to append a record or two, is followed by a new term of ours.
+        A command that was elected in passing, to append a record or two, is followed by a new term of ours, unless
+        another coordinator was elected before it.
         """
 
         def make_or_return(state: JobState) -> Record | None:
-            return Elected(url=self._url) if 0 < self.term < state.term and state.passing else make(state)
+            ours = state.passing and state.url == self._url
+            return Elected(url=self._url) if ours and 0 < self.term < state.term else make(state)
 
         async with self._one_at_a_time:
             while True:

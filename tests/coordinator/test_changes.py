@@ -22,12 +22,14 @@ from toprope.__main__ import main
 from toprope.coordinator.adapters.http import application, served
 from toprope.coordinator.adapters.objects import ThreadedStore
 from toprope.coordinator.config import Config
+from toprope.coordinator.log import Log
 from toprope.coordinator.performer import Coordinator
 from toprope.coordinator.ports import Ports
 from toprope.coordinator.serving import NoBroker
 from toprope.coordinator.settings import Address
 from toprope.coordinator.wire import Cadence, Inventory, Member, OpenRequest
-from toprope.store.changes import Change, ChangeRequest
+from toprope.store.changes import Change, ChangeRequest, append_in_passing
+from toprope.store.errors import FencedError
 from toprope.store.fold import JobState
 from toprope.store.log import read_entries, read_log
 from toprope.store.objects.directory import DirectoryStore
@@ -340,6 +342,20 @@ async def test_a_coordinator_is_elected_again_after_a_command_was_in_passing(job
         assert await live.ckpt("pin", tmp_path, "job@20") == 0
         assert [(await live.kinds())[-5:], (await live.state()).term] == [["Elected"] * 4 + ["Pin"], 6]
         assert (await live.state()).url == live.url
+
+
+async def test_a_coordinator_that_was_replaced_is_not_elected_again_after_a_command_was_in_passing(
+    job: JobBuilder,
+) -> None:
+    before = Log(ThreadedStore(job.store), "job", writer_id="before", url="http://before")
+    after = Log(ThreadedStore(job.store), "job", writer_id="after", url="http://after")
+    for log in (before, after):
+        await log.elect(job_uid="0b" * 16)
+    await asyncio.to_thread(append_in_passing, job.store, "job", lambda _: Pin(seq=4), purpose="pin")
+    with pytest.raises(FencedError):
+        await before.catch_up()
+    await after.catch_up()
+    assert (after.state.writer_id, after.state.url, after.state.passing) == ("after", "http://after", False)
 
 
 async def test_what_a_policy_does_not_keep_is_retired_and_deleted_after_a_change(
