@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from toprope.store.checkpoint import Damage, damage_of, read_index, read_manifest, scan_shard
+from toprope.store.checkpoint import damage_in, damage_of, read_index, read_manifest, scan_shard
 from toprope.store.digest import Hasher
 from toprope.store.errors import CorruptObjectError, MissingObjectError
 from toprope.store.files import FileReader
 from toprope.store.fold import JobState
 from toprope.store.manifest import Index, Manifest
-from toprope.store.names import Key
 from toprope.store.objects.protocol import ObjectStore
 from toprope.store.shard import ITEM_BYTES, LENGTH_BYTES, MAX_HEADER_BYTES, parse_header
 from toprope.store.whole import Band, Part, Whole, bands, common, runs
@@ -44,7 +43,8 @@ def tensor_bytes(store: ObjectStore, whole: Whole, *, job: str, limit: int = BAN
     Only when all have been taken without an error are they known to be those that were written.
 
     Raises:
-        CorruptObjectError: a part is damaged or missing; the message names job, step, rank, tensor, file and place.
+        CorruptObjectError: a part is damaged or missing. It holds a ``Damage``, which names job, step, rank, tensor,
+            file and place.
         UnavailableError: the store did not answer.
     """
     parts = [_Reading(store, part, job) for part in whole.parts]
@@ -91,7 +91,7 @@ class _Reading:
             begin = self.part.tensor.begin + self.at
             body = self.reader.read(begin, begin + count)
         except (CorruptObjectError, MissingObjectError) as error:
-            raise self._damaged(str(error).removeprefix(f"{self._key}: ")) from error
+            raise self._damaged(str(error)) from error
         self.at += count
         self.hasher.update(body)
         return body
@@ -102,24 +102,8 @@ class _Reading:
         if found != self.part.tensor.digest:
             raise self._damaged(f"digest {found}, expected {self.part.tensor.digest}")
 
-    @property
-    def _key(self) -> Key:
-        return Key(self.part.index.files[self.part.tensor.file].key)
-
     def _damaged(self, what: str) -> CorruptObjectError:
-        tensor, index = self.part.tensor, self.part.index
-        damage = Damage(
-            job=self.job,
-            key=self._key,
-            what=what,
-            step=index.step,
-            attempt=index.attempt,
-            rank=index.rank,
-            tensor=tensor.name,
-            begin=tensor.begin,
-            end=tensor.end,
-        )
-        return CorruptObjectError(str(damage))
+        return CorruptObjectError(damage_in(self.part.index, self.job, what, self.part.tensor))
 
 
 def shard_metadata(store: ObjectStore, index: Index, *, job: str) -> dict[str, str]:

@@ -139,7 +139,7 @@ def scan_shard(
     except (MissingObjectError, CorruptObjectError) as error:
         named = str(error).partition(": ")[0]
         number = next((at for at, file in enumerate(index.files) if file.key == named), scan.part.file)
-        yield _damage(index, job, str(error), scan.part if scan.part.file == number else None, number=number)
+        yield damage_in(index, job, str(error), scan.part if scan.part.file == number else None, number=number)
         return
     yield from scan.damages()
 
@@ -150,14 +150,14 @@ def length_damage(store: ObjectStore, index: Index, file: File, *, job: str) -> 
     try:
         size = store.size(Key(file.key))
     except (MissingObjectError, CorruptObjectError) as error:
-        yield _damage(index, job, str(error), number=number)
+        yield damage_in(index, job, str(error), number=number)
         return
     if size != file.stored_bytes:
         parts = (part for part in index.tensors if part.file == number and part.end > size)
         cut = None if file.packed is not None else min(parts, key=lambda part: part.begin, default=None)
         begin, end = sorted((size, file.stored_bytes))
         what = f"the file has {size} bytes, expected {file.stored_bytes}"
-        yield _damage(index, job, what, cut, number=number, begin=begin, end=end)
+        yield damage_in(index, job, what, cut, number=number, begin=begin, end=end)
 
 
 def scan_object(store: ObjectStore, index: Index, file: File, *, job: str) -> Iterator[Damage]:
@@ -166,11 +166,11 @@ def scan_object(store: ObjectStore, index: Index, file: File, *, job: str) -> It
     try:
         found = digest_of_object(store, Key(file.key))
     except (MissingObjectError, CorruptObjectError) as error:
-        yield _damage(index, job, str(error), number=number)
+        yield damage_in(index, job, str(error), number=number)
         return
     if found != file.stored_digest:
         what = f"outside of the tensors that this step needs: digest {found}, expected {file.stored_digest}"
-        yield _damage(index, job, what, number=number, begin=0, end=file.stored_bytes)
+        yield damage_in(index, job, what, number=number, begin=0, end=file.stored_bytes)
 
 
 def damage_of(error: CkptError, state: JobState, *, seq: int, rank: int | None = None) -> Damage:
@@ -222,15 +222,15 @@ class _Scan:
             if part.digest and found != part.digest:
                 damaged = True
                 what = "" if isinstance(part, Tensor) else "the header was changed: "
-                yield _damage(index, self._job, f"{what}digest {found}, expected {part.digest}", part)
+                yield damage_in(index, self._job, f"{what}digest {found}, expected {part.digest}", part)
         if damaged:
             return
         found = self._whole.hexdigest()
         if found != index.digest:
             what = f"the header was changed: the image has digest {found}, expected {index.digest}"
-            yield _damage(index, self._job, what, head)
+            yield damage_in(index, self._job, what, head)
         elif why := _disagreement(bytes(self._head), index):
-            yield _damage(index, self._job, why, head)
+            yield damage_in(index, self._job, why, head)
 
 
 def _disagreement(head: bytes, index: Index) -> str | None:
@@ -325,7 +325,7 @@ def _index_key(manifest: Manifest, shard: Shard) -> Key:
     )
 
 
-def _damage(  # noqa: PLR0913 - what a damage consists of
+def damage_in(  # noqa: PLR0913 - what a damage consists of
     index: Index,
     job: str,
     what: str,
@@ -335,6 +335,7 @@ def _damage(  # noqa: PLR0913 - what a damage consists of
     begin: int | None = None,
     end: int | None = None,
 ) -> Damage:
+    """Return what is wrong with a part of a rank's image, or else with its file of this number."""
     key = index.files[number if part is None else part.file].key
     if part is not None and begin is None:
         begin, end = part.begin, part.end

@@ -128,23 +128,13 @@ def alone(index: Index, tensor: Tensor) -> Whole:
 
 
 def _tensor_damage(store: ObjectStore, index: Index, tensor: Tensor, *, job: str) -> Iterator[Damage]:
-    file = index.files[tensor.file]
     try:
         for _ in tensor_bytes(store, alone(index, tensor), job=job):
             pass
     except CorruptObjectError as error:
-        what = str(error).partition(": ")[2].rpartition(" (")[0]
-        yield Damage(
-            job=job,
-            key=file.key,
-            what=what,
-            step=index.step,
-            attempt=index.attempt,
-            rank=index.rank,
-            tensor=tensor.name,
-            begin=tensor.begin,
-            end=tensor.end,
-        )
+        (damage,) = error.args
+        assert isinstance(damage, Damage)
+        yield damage
 
 
 def untold(indexes: Sequence[Index], *, ranks: int) -> tuple[list[str], list[str]]:
