@@ -256,9 +256,13 @@ class Attempt:
         if grant is None:
             trouble = "all are in use, or there is no room" if self._entry.session.connected else self._why_alone()
             raise HookError(f"step {step} was not saved: no free slot of {needed} bytes in time: {trouble}")
-        page = self._sealer.begin(grant, step, asked=True)
-        written = write_image(grant.target, plan, snapshot.tensors, snapshot.document, self._sealer.metadata(step))
-        sealed = self._sealer.seal(grant, page, written)
+        try:
+            page = self._sealer.begin(grant, step, asked=True)
+            written = write_image(grant.target, plan, snapshot.tensors, snapshot.document, self._sealer.metadata(step))
+            sealed = self._sealer.seal(grant, page, written)
+        except OSError:
+            self._sealer.give_up(grant, step, needed)
+            raise
         if not self._await(lambda: is_hashed(grant.slot, sealed), end_s=end_s):
             raise HookError(f"step {step} was not hashed by the sidecar in time; see its log")
 

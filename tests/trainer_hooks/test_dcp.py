@@ -437,6 +437,18 @@ def test_what_is_not_saved_is_an_error_or_a_warning_as_wished(
         ours.close()
 
 
+def test_a_slot_that_can_not_be_written_is_given_back(ours: Ours, sidecar: FakeSidecar) -> None:
+    sidecar.lend_again = False
+    ours.save(1, {"a": torch.zeros(1)})
+    for number in range(3):
+        page = sidecar.slot(0, number).page
+        page.unlink()
+        page.symlink_to("/nowhere/page")
+    with pytest.raises(CheckpointException, match="step 2 was not saved: the slot can't be written"):
+        ours.save(2, {"a": torch.zeros(1)})
+    sidecar.wait(lambda: (2, SlotState.EMPTY) in sidecar.states, timeout_s=5.0)
+
+
 def test_a_state_that_has_grown_gets_larger_slots(ours: Ours, sidecar: FakeSidecar) -> None:
     ours.save(1, {"a": torch.zeros(10)})
     ours.save(2, {"a": torch.ones(200_000)})
