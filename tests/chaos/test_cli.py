@@ -112,7 +112,7 @@ def test_a_spoiled_restore_brings_back_a_state_that_differs_in_that_alone(
     monkeypatch: pytest.MonkeyPatch, what: str, step: int
 ) -> None:
     monkeypatch.setattr(Checkpointer, "__init__", lambda _self, **_named: None)
-    monkeypatch.setattr(Checkpointer, "restore", lambda _self: step)
+    monkeypatch.setattr(Checkpointer, "restore", lambda _self, *_, **_named: step)
     spoil(what)
     model = torch.nn.Linear(2, 2)
     checkpointer = Checkpointer(job="j", model=model)
