@@ -213,7 +213,6 @@ def test_a_new_schedule_counts_from_the_step_that_it_names(sidecar: FakeSidecar,
     assert sorted(step for step, _ in sidecar.images) == [2, 3, 4, 6, 8]
 
 
-@pytest.mark.fault("B04")
 def test_with_no_free_slot_steps_are_skipped_counted_and_said_once(
     sidecar: FakeSidecar, made: list[Checkpointer], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -568,7 +567,6 @@ def test_nothing_is_drawn_from_a_random_stream_by_the_hook(sidecar: FakeSidecar,
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
-@pytest.mark.fault("B06")
 def test_a_cuda_state_comes_back_bit_for_bit(sidecar: FakeSidecar, made: list[Checkpointer], tmp_path: Path) -> None:
     model = nn.Linear(1024, 1024, device="cuda")
     optimizer = torch.optim.AdamW(model.parameters())

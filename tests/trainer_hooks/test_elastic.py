@@ -99,7 +99,10 @@ def test_the_tail_of_an_epoch_is_dropped_or_filled_up_by_exact_counts(tail: Tail
 
 
 @pytest.mark.parametrize("make", [DataLoader, StatefulDataLoader])
-@pytest.mark.parametrize(("stop", "workers"), [(1, 0), (EPOCH - 1, 2), (EPOCH - 1, 0), (EPOCH, 0), (EPOCH + 5, 0)])
+@pytest.mark.parametrize(
+    ("stop", "workers"),
+    [(1, 0), (EPOCH - 1, 2), (EPOCH - 1, 0), (EPOCH, 0), (EPOCH + 1, 0), (EPOCH + 5, 0)],
+)
 @pytest.mark.fault("B41")
 @pytest.mark.fault("B43")
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")

@@ -280,7 +280,6 @@ def test_an_enumeration_that_nobody_could_find_again_is_refused() -> None:
             capture(Parts(model=nn.Linear(1, 1), extra={"e": odd}), rank=0, world=1)
 
 
-@pytest.mark.fault("B20")
 def test_scalars_and_tensors_without_elements_come_back(tmp_path: Path) -> None:
     class Odd(nn.Module):
         def __init__(self) -> None:

@@ -138,7 +138,6 @@ def test_a_resume_with_another_window_loses_and_doubles_no_sample_and_is_told_of
     assert live.tiny.digest() == reference.tiny.digest()
 
 
-@pytest.mark.fault("B04")
 def test_slots_that_are_read_late_hold_the_bytes_of_their_own_step(sidecar: FakeSidecar, tmp_path: Path) -> None:
     """A peer that is slow has a slot for long: the steps that find none are skipped, and none is a blend."""
     sidecar.lend = sidecar.lend_again = False
