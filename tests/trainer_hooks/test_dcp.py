@@ -385,7 +385,7 @@ def test_a_level_that_there_is_not_is_refused(ours: Ours) -> None:
 
 @pytest.mark.parametrize("level", ["protected", "ready"])
 def test_a_save_ends_when_the_step_is_as_safe_as_asked_for(ours: Ours, sidecar: FakeSidecar, level: Any) -> None:  # noqa: ANN401 - a level
-    ours.begun(wait_for=level, timeout_s=0.3)
+    ours.begun(wait_for=level, timeout_s=1.0)
     with pytest.raises(CheckpointException, match=rf"step 1 is safe in 'memory' and not '{level}' in time"):
         ours.save(1, {"a": torch.zeros(1)})
     attempt = sidecar.rounds[-1].attempt
@@ -426,10 +426,10 @@ def test_what_is_not_saved_is_an_error_or_a_warning_as_wished(
     with made(memory_dir / "s") as fake:
         fake.lend = type(fake) is not FakeSidecar
         ours = Ours(fake)
-        ours.begun(timeout_s=0.3)
+        ours.begun(timeout_s=1.0)
         with pytest.raises(CheckpointException, match=said):
             ours.save(1, {"a": torch.zeros(1)})
-        ours.writer = StorageWriter(ours.now(), timeout_s=0.3, strict=False)
+        ours.writer = StorageWriter(ours.now(), timeout_s=1.0, strict=False)
         ours.save(2, {"a": torch.zeros(1)})
         assert re.search(said, caplog.text)
         assert "step 2 was not saved: ranks 0 skipped it" in caplog.text
