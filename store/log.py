@@ -234,6 +234,9 @@ def append_steps(
                 f"job {state.job}: term {state.term} of {state.writer_id} has been elected; "
                 f"{writer_id} of term {term} appends nothing more"
             )
+        begins = state.n == 0 or isinstance(wanted, Elected)
+        if begins and (yield from _is_passed(state)):
+            continue
         record = _stamped(state, wanted, writer_id=writer_id, nonce=draw_nonce())
         body = encode(record)
         if (yield from _put(log_key(state.job, state.n), body)):
@@ -263,6 +266,16 @@ def _catch_up(state: JobState) -> Steps[JobState]:
     if state.n > known:
         yield from _read(Read(key=log_key(state.job, state.n - 1), uncached=True))
     return state
+
+
+def _is_passed(state: JobState) -> Steps[bool]:
+    """Say whether the log has grown since; whoever begins to write looks first whether it does not end in a hole."""
+    beyond = log_key(state.job, state.n + 1)
+    if (yield from _read(Read(key=beyond))) is None:
+        return False
+    if (yield from _read(Read(key=log_key(state.job, state.n)))) is None:
+        raise _corrupt(state, f"it is missing, although {beyond} is there")
+    return True
 
 
 def _put(key: Key, body: bytes) -> Steps[bool]:

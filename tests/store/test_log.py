@@ -36,7 +36,7 @@ from toprope.store.log import (
 )
 from toprope.store.names import Key, log_key
 from toprope.store.objects.protocol import ObjectStore
-from toprope.store.records import Elected, Record, Taint
+from toprope.store.records import Elected, Job, Record, Taint
 
 
 class TestFakeStore(ObjectStoreContract):
@@ -99,6 +99,33 @@ def test_every_flipped_byte_of_a_log_is_found(number: int) -> None:
         store.objects[key] = good[:at] + bytes([good[at] ^ (1 << at % 8)]) + good[at + 1 :]
         with pytest.raises(LogCorruptError, match=rf"^LOG_CORRUPT record {number} \({key}\): "):
             read_log(store, "job")
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_whoever_begins_to_write_puts_nothing_in_the_place_of_a_missing_record(number: int) -> None:
+    store, _ = small_log()
+    del store.objects[log_key("job", number)]
+    before = dict(store.objects)
+
+    def begin(state: JobState) -> Record:
+        return Elected() if state.n else Job(uid="0c" * 16, name="job")
+
+    with pytest.raises(LogCorruptError, match=rf"^LOG_CORRUPT record {number} .*it is missing, although job/log/"):
+        run(store, append_steps(JobState(job="job"), begin, term=0, writer_id="d"))
+    assert store.objects == before
+
+
+def test_a_log_that_grows_by_two_while_somebody_is_elected_has_no_hole() -> None:
+    store, log = small_log()
+    end = log.state.n
+
+    def during(call: Call) -> None:
+        if isinstance(call, Read) and call.key == log_key("job", end + 1) and log.state.n == end:
+            log.add(*(Taint(attempt=1, from_step=step, to_step=step, reason="x") for step in (11, 12)))
+
+    steps = append_steps(log.state, lambda _: Elected(), term=1, writer_id="d")
+    done = run(store, steps, during)
+    assert (done.seq, read_log(store, "job")) == (end + 2, done.state)
 
 
 @pytest.mark.parametrize("number", range(4))
