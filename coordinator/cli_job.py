@@ -113,7 +113,9 @@ def _check_ended(url: str, job: str) -> None:
         view = status.fetch(url, job="", token="")
     except UsageError as error:  # it wants a token, so it is one
         raise UsageError(f"job {job}: a coordinator answers at {url}; end it first ({error})") from error
-    except UnavailableError:
+    except UnavailableError as error:
+        if error.__cause__ is None:  # it may be one that is reading the log
+            raise UsageError(f"job {job}: {error}; end it first") from error
         return
     found = msgspec.json.decode(view, type=Overview)
     if found.job == job:

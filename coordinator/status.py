@@ -23,7 +23,7 @@ def fetch(coordinator_url: str, *, job: str, token: str) -> bytes:
     """Return the status document of the coordinator at this url.
 
     Raises:
-        UnavailableError: it does not answer.
+        UnavailableError: it does not answer, or with no status, and then there is no cause.
         UsageError: it is no url, the token is wrong, or the coordinator there serves another job.
     """
     parts = urlsplit(coordinator_url)
@@ -45,7 +45,10 @@ def fetch(coordinator_url: str, *, job: str, token: str) -> bytes:
         raise UsageError(f"the coordinator at {coordinator_url} wants its token: give --token-file")
     if answer.status != http.HTTPStatus.OK:
         raise UnavailableError(f"the coordinator at {coordinator_url} answered {answer.status}: {body[:200]!r}")
-    view = msgspec.json.decode(body, type=Overview)
+    try:
+        view = msgspec.json.decode(body, type=Overview)
+    except msgspec.MsgspecError:
+        raise UnavailableError(f"what answers at {coordinator_url} is no coordinator of this version") from None
     if job and view.job != job:
         raise UsageError(f"the coordinator at {coordinator_url} serves job {view.job!r}, not {job!r}")
     return body

@@ -10,11 +10,13 @@ from typing import Any
 
 import msgspec
 import pytest
-from tests.coordinator.test_changes import TOKEN, ckpt, contents, reigning
+from aiohttp import web
+from tests.coordinator.test_changes import ANYWHERE, TOKEN, ckpt, contents, reigning
 from tests.support.fake_store import FakeStore
 from tests.support.logs import SPEC, LogWriter, attempt, ready, uid
 from tests.support.stores import JobBuilder, small_store
 
+from toprope.coordinator.adapters.http import served
 from toprope.coordinator.basing import pinned_base
 from toprope.store.errors import UnavailableError
 from toprope.store.holds import holding
@@ -76,6 +78,27 @@ def test_it_refuses_while_a_coordinator_answers(tmp_path: Path, token: str, caps
     assert status == 64
     assert "coordinator answers at http" in capsys.readouterr().err
     assert files == len(contents(tmp_path)) > 5
+
+
+@pytest.mark.usefixtures("two_jobs")
+@pytest.mark.parametrize("said", [None, {"job": 7}], ids=["it reads the log", "it is another service"])
+def test_it_refuses_while_something_answers_that_may_be_its_coordinator(
+    tmp_path: Path, said: object, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def status(_: web.Request) -> web.Response:
+        return web.Response(status=503) if said is None else web.json_response(said)
+
+    async def purge() -> int:
+        application = web.Application()
+        application.router.add_get("/v1/status", status)
+        async with served(application, ANYWHERE) as url:
+            words = ("job", "purge", tmp_path, "job", "--confirm", "job", "--coordinator", url)
+            return await asyncio.to_thread(ckpt, *words)
+
+    before = contents(tmp_path)
+    assert asyncio.run(purge()) == 64
+    assert "end it first" in capsys.readouterr().err
+    assert contents(tmp_path) == before
 
 
 @pytest.mark.usefixtures("two_jobs")
