@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
@@ -187,7 +187,7 @@ def capture(parts: Parts, *, rank: int, world: int, memory: Memory | None = None
 
     Raises:
         UnsupportedLeafError: a value can't be kept exactly.
-        UsageError: the optimizer is not one for this model.
+        UsageError: the optimizer is not one for this model, or a part raised when it was asked for its state.
     """
     model = model_state(parts.models(), world=world)
     memory = Memory() if memory is None else memory
@@ -202,13 +202,23 @@ def capture(parts: Parts, *, rank: int, world: int, memory: Memory | None = None
     for name, optimizer in parts.optimizers().items():
         document[name] = _optimizer(name, optimizer, model, keeper, owner_of)
     for name, part in parts.stateful().items():
-        document[name] = keeper.encoder().encode(name, part.state_dict())
+        document[name] = keeper.encoder().encode(name, _asked(name, part.state_dict))
     if parts.extra is not None:
         document["extra"] = _extra(parts.extra, keeper)
     document["meshes"] = [{"shape": list(mesh.shape), "ranks": list(mesh.ranks)} for mesh in memory.meshes]
     body = json.dumps(document, separators=(",", ":"), allow_nan=False).encode()
     memory.known = keeper.known
     return Snapshot(body, keeper.tensors, keeper.pieces, keeper.updated_by)
+
+
+def _asked(name: str, state_dict: Callable[[], Any]) -> Any:  # noqa: ANN401 - whatever a part says
+    """Return what a part says of its state. It is code of others, and whatever it raises must not end the training."""
+    try:
+        return state_dict()
+    except Exception as error:
+        raise UsageError(
+            f"{name}: {getattr(state_dict, '__name__', 'state_dict')}() raised {type(error).__name__}: {error}"
+        ) from error
 
 
 def _updaters(parts: Parts) -> dict[int, str]:
@@ -348,7 +358,7 @@ def _model(model: ModelState, keeper: _Keeper, owner_of: dict[str, int], updater
         "tied": model.tied,
         **({"flattened": _flattened(model)} if model.flattened else {}),
         "extra_state": {
-            name: keeper.encoder().encode(f"model.{name}.extra_state", module.get_extra_state())
+            name: keeper.encoder().encode(f"model.{name}.extra_state", _asked(f"model.{name}", module.get_extra_state))
             for name, module in model.extras.items()
         },
     }
@@ -396,7 +406,7 @@ def _optimizer(
 def _extra(extra: Stateful | MutableMapping[str, Any], keeper: _Keeper) -> dict[str, Json]:
     """Return the user's own state: values as they are, those that are Stateful as their state."""
     if not isinstance(extra, MutableMapping):
-        return {"whole": keeper.encoder().encode("extra", extra.state_dict())}
+        return {"whole": keeper.encoder().encode("extra", _asked("extra", extra.state_dict))}
     plain: dict[str, Json] = {}
     stateful: dict[str, Json] = {}
     for name, value in extra.items():
@@ -404,7 +414,7 @@ def _extra(extra: Stateful | MutableMapping[str, Any], keeper: _Keeper) -> dict[
             raise UnsupportedLeafError.at(f"extra[{name!r}]", "the keys of extra must be text")
         part = as_stateful(value)
         if part is not None:
-            stateful[name] = keeper.encoder().encode(f"extra.{name}", part.state_dict())
+            stateful[name] = keeper.encoder().encode(f"extra.{name}", _asked(f"extra.{name}", part.state_dict))
         else:
             plain[name] = keeper.encoder().encode(f"extra.{name}", value)
     return {"plain": plain, "stateful": stateful}

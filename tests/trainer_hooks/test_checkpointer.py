@@ -311,6 +311,36 @@ def test_a_grown_state_is_skipped_and_told_and_then_saved(sidecar: FakeSidecar, 
     assert len(next(iter(sidecar.images.values()))) > 400_000
 
 
+class _Moody:
+    """A part of the trainer, written by others, whose state can't be had now and then."""
+
+    moody = False
+
+    def state_dict(self) -> dict[str, int]:
+        if self.moody:
+            raise RuntimeError("not while I prefetch")
+        return {"at": 1}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        assert state == {"at": 1}
+
+
+def test_a_part_that_raises_when_it_is_asked_for_its_state_costs_snapshots_and_not_the_training(
+    sidecar: FakeSidecar, made: list[Checkpointer], caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer, part = tiny(), _Moody()
+    checkpointer = _hook(sidecar, made, trainer, extra={"loader": part})
+    _begin(sidecar, checkpointer, trainer)
+    part.moody = True
+    _train(trainer, checkpointer, 2, 4)
+    assert checkpointer.stats.skipped["unsupported value"] == 3
+    assert any("extra.loader: state_dict() raised RuntimeError: not while I prefetch" in m for m in caplog.messages)
+    part.moody = False
+    saved = checkpointer.stats.snapshots
+    _train(trainer, checkpointer, 5, 8)
+    assert checkpointer.stats.snapshots > saved, "its slot was given back"
+
+
 def test_a_value_that_cannot_be_kept_is_refused_at_restore_and_skipped_later(
     sidecar: FakeSidecar, made: list[Checkpointer], caplog: pytest.LogCaptureFixture
 ) -> None:
