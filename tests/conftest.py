@@ -14,7 +14,6 @@ from hypothesis import HealthCheck, settings
 
 from toprope.chaos.live.scratch import Scratch
 
-LIVE = "live"
 settings.register_profile(
     "ci", derandomize=True, deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow]
 )
@@ -30,22 +29,6 @@ def pytest_configure() -> None:
         pytest.exit("told to end by SIGTERM", returncode=128 + signal.SIGTERM)
 
     signal.signal(signal.SIGTERM, end)
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
-    """Share the tests among processes by file; those that run and kill real jobs go one by one, in one process, first.
-
-    They wait for most of their time, and two jobs at once would fight for the cores that their deadlines count on.
-    """
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group(LIVE if _is_live(item) else item.path.name))
-    yield
-    items.sort(key=lambda item: not _is_live(item))
-
-
-def _is_live(item: pytest.Item) -> bool:
-    return "integration" in item.path.parts
 
 
 @pytest.fixture(autouse=True)
