@@ -18,7 +18,6 @@ PROCESS_EDGES: dict[str, str] = {
     "chaos/sim/loop.py::call": "stands for a thread of a pool: gives the error to whoever awaits it",
     "chaos/sim/loop.py::run_in_executor": "the same place: the function around it",
     "chaos/sim/threads.py::_run": "a simulated thread: ends, and its error is left to who resumes it",
-    "trainer_hooks/state.py::_asked": "state_dict() of others: what it raises costs a snapshot, told by name",
 }
 """``file::function`` -> why it may catch every exception: the edge of a process or thread, which logs and ends it."""
 

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import json
-import resource
 import sys
 from pathlib import Path
 
@@ -22,8 +21,14 @@ def main(*roots: str) -> None:
     for root in roots:
         path = Path(root)
         told = header_of(path / "header") if (path / "header").exists() else read(path)
-        peak_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
+        peak_mib = _peak_kib() // 1024
         print(json.dumps({"case": path.name, "peak_mib": peak_mib, **told}), flush=True)  # noqa: T201 - its answer
+
+
+def _peak_kib() -> int:
+    """Return the most memory that this program had; ``ru_maxrss`` counts that of the process it was forked from."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:"))
 
 
 def read(path: Path) -> dict[str, str]:

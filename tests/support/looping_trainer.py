@@ -7,7 +7,7 @@ import time
 import torch
 
 from toprope.chaos.killpoints import points_from_env
-from toprope.trainer_hooks import saving
+from toprope.trainer_hooks import saving, sealing
 from toprope.trainer_hooks.checkpointer import Checkpointer
 from toprope.trainer_hooks.session import Session
 
@@ -18,7 +18,7 @@ def main(arguments: list[str]) -> None:
     """Train the job named by the one argument."""
     (job,) = arguments
     points = points_from_env()
-    saving.write_page = points.around("page.write", saving.write_page)  # type: ignore[attr-defined]
+    sealing.write_page = points.around("page.write", sealing.write_page)  # type: ignore[attr-defined]
     saving.write_image = points.around("slot.write", saving.write_image)  # type: ignore[attr-defined]
     Session.sealed = points.around("socket.sealed", Session.sealed)  # type: ignore[method-assign]
     torch.manual_seed(1)
