@@ -106,8 +106,10 @@ class Trial:
         assert self.hook.stats.lazy_snapshots > 0
 
     def wait_slots(self) -> None:
-        """Wait until a slot is free."""
-        session = self.hook._session
+        """Wait until a slot is free, and nothing is being copied: an image arrives just before its copy ends."""
+        saver, session = self.hook._saver, self.hook._session
+        assert saver is not None
+        assert saver._lazy.wait(20)
         assert session is not None
         with session._news:
             assert session._news.wait_for(lambda: bool(session.slots._free), 20)
