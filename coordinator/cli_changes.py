@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -43,6 +44,12 @@ app.add_typer(job_app, name="job")
 
 _REASONS_SHOWN = 20
 
+_SAID: dict[type[Pin | Unpin], tuple[str, str, str]] = {
+    Pin: ("would be", "is", "is already"),
+    Unpin: ("would no longer be", "is no longer", "was not"),
+}
+"""What becomes of a pin: if it is only tried, if it is done, and if it was so before."""
+
 At = Annotated[str, typer.Argument(metavar="JOB@STEP", help="The checkpoint, as run7@1200.", show_default=False)]
 
 
@@ -62,15 +69,7 @@ def pin(
     as_json: AsJson = False,
 ) -> None:
     """Pin a checkpoint: no policy retires it, and nothing of it is deleted, until it is unpinned."""
-    store = open_store(root)
-    state, step, seq = _ready_at(store, at)
-    changer = changer_of(store, url=coordinator, token_file=token_file)
-    changed = change_or_try(changer, state, Pin(seq=seq), purpose="pin", dry_run=dry_run)
-    if as_json:
-        print_json({"job": state.job, "step": step, "ready": seq, "pinned": True, **outcome(changed, dry_run=dry_run)})
-        return
-    would = "would be " * (changed and dry_run) or f"is {'already ' * (not changed)}"
-    put(f"step {step} of job {state.job} (READY {seq}) {would}pinned")
+    _set_pin(root, at, Pin, dry_run=dry_run, coordinator=coordinator, token_file=token_file, as_json=as_json)
 
 
 @app.command()
@@ -84,15 +83,31 @@ def unpin(
     as_json: AsJson = False,
 ) -> None:
     """Lift the pin of a checkpoint."""
+    _set_pin(root, at, Unpin, dry_run=dry_run, coordinator=coordinator, token_file=token_file, as_json=as_json)
+
+
+def _set_pin(  # noqa: PLR0913 - the options of both words
+    root: str,
+    at: str,
+    kind: type[Pin | Unpin],
+    *,
+    dry_run: bool,
+    coordinator: str,
+    token_file: Path | None,
+    as_json: bool,
+) -> None:
     store = open_store(root)
     state, step, seq = _ready_at(store, at)
     changer = changer_of(store, url=coordinator, token_file=token_file)
-    changed = change_or_try(changer, state, Unpin(seq=seq), purpose="unpin", dry_run=dry_run)
+    changed = change_or_try(changer, state, kind(seq=seq), purpose=kind.__name__.lower(), dry_run=dry_run)
     if as_json:
-        print_json({"job": state.job, "step": step, "ready": seq, "pinned": False, **outcome(changed, dry_run=dry_run)})
+        pinned = kind is Pin
+        line = {"job": state.job, "step": step, "ready": seq, "pinned": pinned, **outcome(changed, dry_run=dry_run)}
+        print_json(line)
         return
-    how = ("would no longer be" if dry_run else "is no longer") if changed else "was not"
-    put(f"step {step} of job {state.job} (READY {seq}) {how} pinned")
+    tried, done, before = _SAID[kind]
+    verb = before if not changed else tried if dry_run else done
+    put(f"step {step} of job {state.job} (READY {seq}) {verb} pinned")
 
 
 def _ready_at(store: ObjectStore, at: str) -> tuple[JobState, int, int]:
