@@ -24,11 +24,11 @@ import zstandard
 
 from toprope.sidecar.object_tier import ObjectTier
 from toprope.sidecar.values import Shard
-from toprope.store.checkpoint import read_index_at
-from toprope.store.codec import pack
+from toprope.store.checkpoint.codec import pack
+from toprope.store.checkpoint.incremental import Base
+from toprope.store.checkpoint.ready import read_index_at
 from toprope.store.digest import digest
-from toprope.store.fold import JobState
-from toprope.store.incremental import Base
+from toprope.store.log.fold import JobState
 from toprope.store.names import Key
 from toprope.store.objects.directory import DirectoryStore
 

@@ -23,8 +23,8 @@ from toprope.chaos.live.training import Training, example_script, start_agent, s
 from toprope.chaos.progress import Progress
 from toprope.chaos.report import Evidence, KilledProcess, Member, Report, build
 from toprope.coordinator.wire import AttemptView, Desired
+from toprope.store.look.show import read_job, record_lines
 from toprope.store.objects.opening import open_store
-from toprope.store.show import read_job, record_lines
 
 JOB = "demo"
 BUCKET = "toprope-demo"

@@ -10,17 +10,17 @@ from collections.abc import Callable
 from typing import Literal
 
 from toprope.coordinator.changing import Changer
-from toprope.store.checkpoint import read_index, read_manifest
+from toprope.store.checkpoint.manifest import Shard
+from toprope.store.checkpoint.ready import read_index, read_manifest
 from toprope.store.errors import CorruptObjectError, StoreError, UsageError
-from toprope.store.fold import JobState
-from toprope.store.log import read_log
-from toprope.store.manifest import Shard
+from toprope.store.log.chain import read_log
+from toprope.store.log.fold import JobState
+from toprope.store.log.records import Base, Job, Pin
+from toprope.store.look.show import read_state
 from toprope.store.names import Key
 from toprope.store.objects.protocol import ObjectStore
 from toprope.store.places import parse_place
-from toprope.store.records import Base, Job, Pin
-from toprope.store.restore import plan
-from toprope.store.show import read_state
+from toprope.store.transfer.restore import plan
 
 
 def pinned_base(

@@ -11,10 +11,10 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from toprope.store.changes import Change, ChangeAnswer, ChangeRequest, append_in_passing, checked
 from toprope.store.errors import UnavailableError, UsageError
-from toprope.store.fold import JobState
-from toprope.store.log import read_on
+from toprope.store.keep.changes import Change, ChangeAnswer, ChangeRequest, append_in_passing, checked
+from toprope.store.log.chain import read_on
+from toprope.store.log.fold import JobState
 from toprope.store.objects.protocol import ObjectStore
 
 _TIMEOUT_S = 10.0

@@ -21,22 +21,22 @@ from toprope.coordinator.cli_common import (
     outcome,
 )
 from toprope.coordinator.cli_job import job_app
-from toprope.store.changes import checked, taints_of
-from toprope.store.cli_shared import AsJson, JobOption, Root, only_job, print_json, print_table, put, say, table
+from toprope.store.cli.shared import AsJson, JobOption, Root, only_job, print_json, print_table, put, say, table
 from toprope.store.errors import (
     NothingToVerifyError,
     UnavailableError,
 )
-from toprope.store.fold import JobState
-from toprope.store.gc import GcPlan, execute, survey
-from toprope.store.holds import TTL_S, HoldWatch
+from toprope.store.keep.changes import checked, taints_of
+from toprope.store.keep.gc import GcPlan, execute, survey
+from toprope.store.keep.holds import TTL_S, HoldWatch
+from toprope.store.keep.retention import RETIRED_AT_ONCE_MAX, RetentionPlan, parse_policy, plan_retention
+from toprope.store.log.fold import JobState
+from toprope.store.log.records import Pin, Retire, Unpin
+from toprope.store.look.show import read_state
 from toprope.store.names import Key
 from toprope.store.objects.opening import open_store, sweep_uploads
 from toprope.store.objects.protocol import ObjectStore
 from toprope.store.places import parse_place, parse_range
-from toprope.store.records import Pin, Retire, Unpin
-from toprope.store.retention import RETIRED_AT_ONCE_MAX, RetentionPlan, parse_policy, plan_retention
-from toprope.store.show import read_state
 from toprope.store.sizes import size_text
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)

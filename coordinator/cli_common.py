@@ -9,9 +9,9 @@ import typer
 
 from toprope.coordinator.changing import Changer
 from toprope.coordinator.serving import read_token
-from toprope.store.changes import Change, checked
-from toprope.store.cli_shared import say
-from toprope.store.fold import JobState
+from toprope.store.cli.shared import say
+from toprope.store.keep.changes import Change, checked
+from toprope.store.log.fold import JobState
 from toprope.store.objects.protocol import ObjectStore
 
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Only say what would be done.")]

@@ -19,18 +19,18 @@ from toprope.coordinator.cli_common import (
     outcome,
 )
 from toprope.coordinator.overview import Overview
-from toprope.store.changes import policy_change
-from toprope.store.checkpoint import read_capped
-from toprope.store.cli_shared import AsJson, JobOption, Root, only_job, print_json, put, say
+from toprope.store.checkpoint.manifest import sha256
+from toprope.store.checkpoint.ready import read_capped
+from toprope.store.cli.shared import AsJson, JobOption, Root, only_job, print_json, put, say
 from toprope.store.errors import CorruptObjectError, MissingObjectError, UnavailableError, UsageError
-from toprope.store.manifest import sha256
+from toprope.store.keep.changes import policy_change
+from toprope.store.keep.purging import check_unneeded, delete, keys_of, probes_of
+from toprope.store.keep.retention import parse_policy, plan_retention
+from toprope.store.log.records import Job
+from toprope.store.look.show import read_state
 from toprope.store.names import facts_key
 from toprope.store.objects.opening import open_store, sweep_uploads
 from toprope.store.objects.protocol import ObjectStore
-from toprope.store.purging import check_unneeded, delete, keys_of, probes_of
-from toprope.store.records import Job
-from toprope.store.retention import parse_policy, plan_retention
-from toprope.store.show import read_state
 
 job_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Change what holds for a whole job.")
 

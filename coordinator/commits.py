@@ -11,7 +11,7 @@ from toprope.coordinator.events import CommitFailed, ReadHere
 from toprope.coordinator.intents import CommitStep
 from toprope.coordinator.readiness import HERE, Receipt
 from toprope.coordinator.wire import Copy, Inventory, ReadBackTask
-from toprope.store.records import Attempt
+from toprope.store.log.records import Attempt
 
 UNANSWERED_MAX = 5
 """How often the store may not answer about a step, or an object of it, before a newer step goes first."""

@@ -9,9 +9,9 @@ from typing import Literal
 from toprope.coordinator.settings import Address, check_reach
 from toprope.coordinator.wire import Cadence
 from toprope.store.errors import UsageError
+from toprope.store.keep.retention import parse_policy
 from toprope.store.names import checked_id
 from toprope.store.places import parse_place
-from toprope.store.retention import parse_policy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

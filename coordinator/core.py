@@ -49,8 +49,8 @@ from toprope.coordinator.wire import (
     Placement,
     RestoreShard,
 )
-from toprope.store.fold import JobState
-from toprope.store.records import Attempt
+from toprope.store.log.fold import JobState
+from toprope.store.log.records import Attempt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from toprope.coordinator.readiness import Receipt
-from toprope.store.checkpoint import check_places
+from toprope.store.checkpoint.incremental import Grounds
+from toprope.store.checkpoint.manifest import Index, Manifest, Shard
+from toprope.store.checkpoint.ready import check_places
 from toprope.store.errors import CorruptObjectError, UsageError
-from toprope.store.fold import JobState
-from toprope.store.incremental import Grounds
-from toprope.store.manifest import Index, Manifest, Shard
+from toprope.store.log.fold import JobState
+from toprope.store.log.records import Attempt, AttemptFacts, Held, Job, Ready, Struck
 from toprope.store.names import Key, index_key
-from toprope.store.records import Attempt, AttemptFacts, Held, Job, Ready, Struck
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

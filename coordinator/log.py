@@ -8,9 +8,9 @@ from typing import assert_never
 
 from toprope.coordinator.ports import StorePort
 from toprope.store.errors import FencedError
-from toprope.store.fold import JobState
-from toprope.store.log import Appended, Call, Create, Read, Sleep, append_steps, drive
-from toprope.store.records import Elected, Job, Record
+from toprope.store.log.chain import Appended, Call, Create, Read, Sleep, append_steps, drive
+from toprope.store.log.fold import JobState
+from toprope.store.log.records import Elected, Job, Record
 
 
 class Log:

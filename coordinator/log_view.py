@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from toprope.coordinator.restore_choice import Offer, Question
-from toprope.store.fold import JobState
-from toprope.store.records import AttemptFacts
+from toprope.store.log.fold import JobState
+from toprope.store.log.records import AttemptFacts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,8 +11,8 @@ from toprope.coordinator.restore_choice import Choice, NothingLeft, Offer, choos
 from toprope.coordinator.roll import Node
 from toprope.coordinator.wire import AttemptView, Copy, OpenAnswer, OpenRequest
 from toprope.store.errors import UsageError
+from toprope.store.log.records import AttemptFacts, Held, Member, Struck
 from toprope.store.names import checked_hex, checked_id
-from toprope.store.records import AttemptFacts, Held, Member, Struck
 
 _WHY_CHARS_MAX = 4000
 _ROUND_MAX = 1_000_000

@@ -65,12 +65,12 @@ from toprope.coordinator.ports import Ports
 from toprope.coordinator.restore_choice import Offer, Stored
 from toprope.coordinator.tidying import Tidier
 from toprope.coordinator.wire import Desired, Inventory, OpenAnswer, OpenRequest, Presence, ReadBack, ReadBackTask
-from toprope.store import manifest
-from toprope.store.changes import ChangeAnswer, ChangeRequest, checked, make_policy
+from toprope.store.checkpoint import manifest
+from toprope.store.checkpoint.manifest import Index, Shard
 from toprope.store.errors import CorruptObjectError, StoreError, UnavailableError, UsageError
-from toprope.store.manifest import Index, Shard
+from toprope.store.keep.changes import ChangeAnswer, ChangeRequest, checked, make_policy
+from toprope.store.log.records import AttemptFacts, Base, Ready
 from toprope.store.names import Key, facts_key, manifest_key
-from toprope.store.records import AttemptFacts, Base, Ready
 
 _LOG = logging.getLogger("toprope.coordinator")
 _OPEN_TIMEOUT_S = 60.0

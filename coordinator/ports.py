@@ -7,12 +7,12 @@ from typing import Protocol
 
 from toprope.coordinator.settings import Wrap
 from toprope.coordinator.wire import Desired, Inventory
-from toprope.store.fold import JobState
-from toprope.store.gc import GcPlan
-from toprope.store.holds import HoldWatch
-from toprope.store.manifest import Index, Shard
+from toprope.store.checkpoint.manifest import Index, Shard
+from toprope.store.keep.gc import GcPlan
+from toprope.store.keep.holds import HoldWatch
+from toprope.store.log.fold import JobState
+from toprope.store.log.records import Base
 from toprope.store.names import Key
-from toprope.store.records import Base
 
 
 class StorePort(Protocol):

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 from toprope.coordinator.roll import Node
 from toprope.coordinator.wire import TIERS, Copy, RestoreShard, Source
-from toprope.store.fold import Stretch, covers
-from toprope.store.records import Taint
+from toprope.store.log.fold import Stretch, covers
+from toprope.store.log.records import Taint
 
 Shards = dict[int, list[tuple[Node | None, Copy]]]
 

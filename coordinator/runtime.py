@@ -20,9 +20,9 @@ from toprope.coordinator.ports import Ports, wrapped
 from toprope.coordinator.serving import NoBroker, write_ready_file
 from toprope.coordinator.settings import Address, Wrap, unwrapped
 from toprope.store.errors import CkptError
+from toprope.store.log.records import Base
 from toprope.store.objects.opening import open_store, sweep_uploads
 from toprope.store.objects.protocol import ObjectStore
-from toprope.store.records import Base
 
 _LOG = logging.getLogger("toprope.coordinator")
 

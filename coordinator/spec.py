@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from toprope.store.manifest import sha256
+from toprope.store.checkpoint.manifest import sha256
 
 _LINES_MAX = 12
 

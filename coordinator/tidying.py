@@ -9,10 +9,10 @@ from toprope.coordinator.log import Log
 from toprope.coordinator.metrics import Metrics
 from toprope.coordinator.ports import StorePort
 from toprope.store.errors import CkptError, FencedError
-from toprope.store.holds import HoldWatch
-from toprope.store.records import Retire
-from toprope.store.retention import make_retire
-from toprope.store.snap import EVERY
+from toprope.store.keep.holds import HoldWatch
+from toprope.store.keep.retention import make_retire
+from toprope.store.log.records import Retire
+from toprope.store.log.snap import EVERY
 
 _LOG = logging.getLogger("toprope.coordinator")
 

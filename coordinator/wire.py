@@ -276,7 +276,7 @@ class OpenRequest(_Document, frozen=True, kw_only=True):
 
 
 class OpenAnswer(_Document, frozen=True, kw_only=True):
-    """The attempt, or an error: ``code`` is one of ``toprope.trainer_hooks.wire.ERROR_CODES``."""
+    """The attempt, or an error: ``code`` is one of ``toprope.trainer_hooks.link.wire.ERROR_CODES``."""
 
     attempt: AttemptView | None = None
     code: str = ""

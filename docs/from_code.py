@@ -77,7 +77,7 @@ def _tree(kind: type[Any], depth: int = 0) -> Iterator[tuple[int, type[Any]]]:
 
 def frames() -> None:
     """Print each frame between hook and sidecar with its fields."""
-    wire = importlib.import_module("toprope.trainer_hooks.wire")
+    wire = importlib.import_module("toprope.trainer_hooks.link.wire")
     for kind in _classes(wire):
         if not dataclasses.is_dataclass(kind):
             continue

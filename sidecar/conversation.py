@@ -12,7 +12,7 @@ from toprope.sidecar import events as on
 from toprope.sidecar.effects import Effect
 from toprope.sidecar.slot_book import SlotBook
 from toprope.sidecar.values import Identity
-from toprope.trainer_hooks import wire
+from toprope.trainer_hooks.link import wire
 
 LAUNCH_ID_CHARS_MAX = 64
 FromTrainer: TypeAlias = (

@@ -7,8 +7,8 @@ from typing import TypeAlias
 
 from toprope.coordinator.wire import Inventory, OpenRequest, ReadBackTask, RestoreShard
 from toprope.sidecar.values import Alarm, Shard, Way
-from toprope.trainer_hooks.slot import Page
-from toprope.trainer_hooks.wire import FromSidecar
+from toprope.trainer_hooks.link.slot import Page
+from toprope.trainer_hooks.link.wire import FromSidecar
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,7 @@ from typing import TypeAlias
 
 from toprope.coordinator.wire import Copy, Desired, Inventory, OpenAnswer, ReadBack, Tier
 from toprope.sidecar.values import Shard, SlotSight, SlowTier
-from toprope.trainer_hooks.wire import ALL, FromHook, StagedShard
+from toprope.trainer_hooks.link.wire import ALL, FromHook, StagedShard
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

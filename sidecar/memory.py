@@ -23,10 +23,10 @@ from pathlib import Path
 from toprope.sidecar.budget import measure, why_too_little
 from toprope.sidecar.ports import PagesPort
 from toprope.sidecar.values import Shard, SlotSight, shard_of_page
+from toprope.store.checkpoint.shard import identity_of, parse_header
 from toprope.store.digest import digest as digest_of
 from toprope.store.errors import CorruptObjectError, UsageError
-from toprope.store.shard import identity_of, parse_header
-from toprope.trainer_hooks.slot import Page, SlotPaths, SlotState, lock_holder, slot_paths
+from toprope.trainer_hooks.link.slot import Page, SlotPaths, SlotState, lock_holder, slot_paths
 
 LOCK_NAME = "sidecar.lock"
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14

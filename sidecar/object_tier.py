@@ -18,18 +18,26 @@ from toprope.coordinator.wire import Copy, ReadBack, ReadBackTask
 from toprope.sidecar.packing import Codec, Packer, pack_gently
 from toprope.sidecar.siblings import Borrowed, Siblings
 from toprope.sidecar.values import Shard
-from toprope.store import manifest
-from toprope.store.checkpoint import read_index, read_manifest
-from toprope.store.codec import most_packed_bytes
+from toprope.store.checkpoint import manifest
+from toprope.store.checkpoint.codec import most_packed_bytes
+from toprope.store.checkpoint.incremental import (
+    Base,
+    PartFile,
+    Placed,
+    checked_digest,
+    index_of_parts,
+    kept_tensors,
+    part_file,
+)
+from toprope.store.checkpoint.manifest import File, Index, Packed
+from toprope.store.checkpoint.ready import read_index, read_manifest
+from toprope.store.checkpoint.shard import HashedImage, hash_image, index_of
 from toprope.store.digest import digest_of_object
 from toprope.store.errors import AlreadyExistsError, CkptError, CorruptObjectError, LogCorruptError, MissingObjectError
-from toprope.store.fold import JobState
-from toprope.store.incremental import Base, PartFile, Placed, checked_digest, index_of_parts, kept_tensors, part_file
-from toprope.store.log import glance
-from toprope.store.manifest import File, Index, Packed
+from toprope.store.log.chain import glance
+from toprope.store.log.fold import JobState
 from toprope.store.names import Key, index_key, shard_key, step_prefix
 from toprope.store.objects.protocol import ObjectStore
-from toprope.store.shard import HashedImage, hash_image, index_of
 from toprope.store.spool import mapped, spool
 
 SMALL_BYTES = 32 * 1024 * 1024

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from toprope.store.codec import PackedBody, pack
+from toprope.store.checkpoint.codec import PackedBody, pack
 
 Codec: TypeAlias = Literal["auto", "zstd", "none"]
 CODECS: tuple[Codec, ...] = ("auto", "zstd", "none")

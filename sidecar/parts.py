@@ -6,10 +6,10 @@ from collections.abc import Iterable, Iterator
 
 import msgspec
 
-from toprope.store.files import places
-from toprope.store.manifest import Head, Index
-from toprope.store.shard import hash_image
-from toprope.store.whole import DOCUMENT
+from toprope.store.checkpoint.files import places
+from toprope.store.checkpoint.manifest import Head, Index
+from toprope.store.checkpoint.shard import hash_image
+from toprope.store.checkpoint.whole import DOCUMENT
 
 MAX_PARTS_BYTES = 32 * 1024 * 1024
 

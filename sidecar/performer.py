@@ -34,7 +34,7 @@ from toprope.sidecar.shouts import Shouts
 from toprope.sidecar.staging import Stager, StagingError
 from toprope.sidecar.values import Way
 from toprope.store.errors import CkptError
-from toprope.trainer_hooks import wire
+from toprope.trainer_hooks.link import wire
 
 TICK_S = 0.25
 CANCEL_AGAIN_S = 0.5

@@ -14,7 +14,7 @@ from toprope.coordinator.settings import Wrap
 from toprope.coordinator.wire import Desired, Inventory, OpenAnswer, OpenRequest
 from toprope.sidecar.parts import Parts
 from toprope.store.objects.protocol import ObjectStore
-from toprope.trainer_hooks.slot import Page
+from toprope.trainer_hooks.link.slot import Page
 
 
 class PagesPort(Protocol):

@@ -10,7 +10,7 @@ from toprope.sidecar.conversation import Trainer
 from toprope.sidecar.effects import Effect, Send, Stage
 from toprope.sidecar.events import ShardStaged, StageFailed
 from toprope.sidecar.values import Way
-from toprope.trainer_hooks import wire
+from toprope.trainer_hooks.link import wire
 
 RETRY_S = 1.0
 PATIENCE_S = 240.0

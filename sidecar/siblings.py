@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from toprope.sidecar.values import Shard
+from toprope.store.checkpoint.incremental import HEAD, Base, Content, Placed, content_of
+from toprope.store.checkpoint.manifest import MAX_FILES, Index
 from toprope.store.errors import UnavailableError
-from toprope.store.incremental import HEAD, Base, Content, Placed, content_of
-from toprope.store.manifest import MAX_FILES, Index
 
 SHARED_BYTES = 64 * 1024
 """What two ranks share is left out if it is so many bytes: less is not worth a request of whoever reads it."""

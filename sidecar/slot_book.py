@@ -14,8 +14,8 @@ from toprope.coordinator.wire import Skip
 from toprope.sidecar.effects import Effect, EmptySlot, GrantSlot, HashSlot, MakeSlots, RemoveSlots
 from toprope.sidecar.events import SlotDropped, SlotHashed, SlotHeld, SlotsSeen
 from toprope.sidecar.values import Shard, SlotSight
-from toprope.trainer_hooks.slot import Page, SlotState
-from toprope.trainer_hooks.wire import Sealed
+from toprope.trainer_hooks.link.slot import Page, SlotState
+from toprope.trainer_hooks.link.wire import Sealed
 
 SLOTS_PER_RANK = 3
 HOLD_S = 30.0

@@ -14,14 +14,14 @@ from toprope.sidecar.memory import Memory, NoRoomError
 from toprope.sidecar.parts import Part, Parts, parts_in, runs, wanted
 from toprope.sidecar.ports import PeerError, PeersPort
 from toprope.sidecar.values import Way
-from toprope.store.checkpoint import read_index_at
+from toprope.store.checkpoint.files import FileReader, fill_from_image, places
+from toprope.store.checkpoint.manifest import Index
+from toprope.store.checkpoint.ready import read_index_at
 from toprope.store.digest import digest, digest_of_file
 from toprope.store.errors import CkptError, UnavailableError
-from toprope.store.files import FileReader, fill_from_image, places
-from toprope.store.manifest import Index
 from toprope.store.names import Key
 from toprope.store.objects.protocol import ObjectStore
-from toprope.trainer_hooks.wire import ALL, DIGESTS, StagedShard
+from toprope.trainer_hooks.link.wire import ALL, DIGESTS, StagedShard
 
 _ALL = frozenset({ALL})
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 from toprope.coordinator.wire import Cadence, Copy, Tier
-from toprope.trainer_hooks.slot import Page, SlotState
+from toprope.trainer_hooks.link.slot import Page, SlotState
 
 SlowTier: TypeAlias = Literal["local", "object"]
 """A tier that may take fewer steps than are snapshot."""

@@ -1,7 +1,7 @@
 """The part that lives in the trainer: capture, hand-over and restore. Standard library and torch only.
 
 What it exports is loaded when it is first asked for, so that a sidecar can import the frames
-(``toprope.trainer_hooks.wire``) without torch.
+(``toprope.trainer_hooks.link.wire``) without torch.
 """
 
 from __future__ import annotations

@@ -13,22 +13,23 @@ from typing import Any
 import torch
 from torch import nn
 
-from toprope.trainer_hooks import warmup, wire
+from toprope.trainer_hooks import warmup
+from toprope.trainer_hooks.capture.modules import model_state
+from toprope.trainer_hooks.capture.names import joined, names_of, of_all, union
+from toprope.trainer_hooks.capture.replicated import check_equal, check_on_all
+from toprope.trainer_hooks.capture.spec import spec_of
+from toprope.trainer_hooks.capture.state import Memory, Parts, Stateful, capture, check_values
 from toprope.trainer_hooks.elastic import sampler_of
-from toprope.trainer_hooks.ending import Closed, Level, Traces, level_of, reaches, traces
-from toprope.trainer_hooks.entering import Entry, located
 from toprope.trainer_hooks.errors import SidecarUnavailableError, UsageError
 from toprope.trainer_hooks.launch import own_launch_id, this_world
-from toprope.trainer_hooks.leaving import Leaving, must_be_main_thread
-from toprope.trainer_hooks.modules import model_state
-from toprope.trainer_hooks.names import joined, names_of, of_all, union
-from toprope.trainer_hooks.relaxing import Allowed, Report
-from toprope.trainer_hooks.replicated import check_equal, check_on_all
-from toprope.trainer_hooks.restoring import Restorer
-from toprope.trainer_hooks.saving import Saver, Stats
-from toprope.trainer_hooks.session import Session, socket_path, usable_job
-from toprope.trainer_hooks.spec import spec_of
-from toprope.trainer_hooks.state import Memory, Parts, Stateful, capture, check_values
+from toprope.trainer_hooks.link import wire
+from toprope.trainer_hooks.link.session import Session, socket_path, usable_job
+from toprope.trainer_hooks.restore.entering import Entry, located
+from toprope.trainer_hooks.restore.relaxing import Allowed, Report
+from toprope.trainer_hooks.restore.restoring import Restorer
+from toprope.trainer_hooks.save.ending import Closed, Level, Traces, level_of, reaches, traces
+from toprope.trainer_hooks.save.leaving import Leaving, must_be_main_thread
+from toprope.trainer_hooks.save.saving import Saver, Stats
 
 logger = logging.getLogger("toprope")
 _POLL_S = 0.02

@@ -14,13 +14,13 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from toprope.trainer_hooks import rng
+from toprope.trainer_hooks.capture import rng
+from toprope.trainer_hooks.capture.modules import ModelState, model_state
+from toprope.trainer_hooks.capture.optimizers import with_state
+from toprope.trainer_hooks.capture.spread import local_of
+from toprope.trainer_hooks.capture.state import Parts, Stateful, as_stateful, model_devices
 from toprope.trainer_hooks.errors import UsageError
-from toprope.trainer_hooks.inplace import overwrite
-from toprope.trainer_hooks.modules import ModelState, model_state
-from toprope.trainer_hooks.optimizers import with_state
-from toprope.trainer_hooks.spread import local_of
-from toprope.trainer_hooks.state import Parts, Stateful, as_stateful, model_devices
+from toprope.trainer_hooks.image.inplace import overwrite
 
 _Back: TypeAlias = Callable[[], Any]
 """Makes something what it was, and returns it."""

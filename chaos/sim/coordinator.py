@@ -24,11 +24,11 @@ from toprope.coordinator.performer import Coordinator
 from toprope.coordinator.ports import Ports
 from toprope.coordinator.settings import Address
 from toprope.coordinator.wire import Cadence, Desired, Inventory, OpenAnswer, OpenRequest, Presence
-from toprope.store.changes import ChangeAnswer, ChangeRequest
 from toprope.store.errors import CkptError, FencedError, UnavailableError
-from toprope.store.fold import JobState
-from toprope.store.gc import GcPlan
-from toprope.store.holds import HoldWatch
+from toprope.store.keep.changes import ChangeAnswer, ChangeRequest
+from toprope.store.keep.gc import GcPlan
+from toprope.store.keep.holds import HoldWatch
+from toprope.store.log.fold import JobState
 
 if TYPE_CHECKING:
     from toprope.chaos.sim.world import World

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from toprope.chaos.sim.loop import Process
 from toprope.sidecar.values import SlotSight
-from toprope.trainer_hooks.slot import Page
+from toprope.trainer_hooks.link.slot import Page
 
 
 @dataclass(slots=True, eq=False)

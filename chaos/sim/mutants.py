@@ -40,7 +40,7 @@ class Mutant:
 
 
 YES = True
-_NO_OWN_CHECK = {("toprope.store.log", "violation"): s.always(None)}
+_NO_OWN_CHECK = {("toprope.store.log.chain", "violation"): s.always(None)}
 
 MUTANTS: tuple[Mutant, ...] = (
     Mutant(
@@ -48,7 +48,7 @@ MUTANTS: tuple[Mutant, ...] = (
         safeguard="what a reader holds is not deleted",
         invariant="I8",
         seed=6,
-        patches={("toprope.store.gc", "held_seqs"): s.always(frozenset())},
+        patches={("toprope.store.keep.gc", "held_seqs"): s.always(frozenset())},
         narrow=READERS,
     ),
     Mutant(
@@ -56,7 +56,7 @@ MUTANTS: tuple[Mutant, ...] = (
         safeguard="what may become READY yet is not deleted",
         invariant="I8",
         seed=1,
-        patches={("toprope.store.gc", "is_dead"): s.always(YES)},
+        patches={("toprope.store.keep.gc", "is_dead"): s.always(YES)},
         narrow=READERS,
     ),
     Mutant(
@@ -64,7 +64,7 @@ MUTANTS: tuple[Mutant, ...] = (
         safeguard="the objects of a source that is not READY are not deleted while its attempt is the current one",
         invariant="I8",
         seed=10,
-        patches={("toprope.store.gc", "_needed_by_source"): s.nothing_more},
+        patches={("toprope.store.keep.gc", "_needed_by_source"): s.nothing_more},
         narrow=READERS,
     ),
     Mutant(
@@ -72,7 +72,7 @@ MUTANTS: tuple[Mutant, ...] = (
         safeguard="what any kept checkpoint names is not deleted, whichever step it was written for",
         invariant="I8",
         seed=0,
-        patches={("toprope.store.gc", "_named_by_kept"): s.only_head},
+        patches={("toprope.store.keep.gc", "_named_by_kept"): s.only_head},
         narrow=READERS,
     ),
     Mutant(
@@ -80,7 +80,7 @@ MUTANTS: tuple[Mutant, ...] = (
         safeguard="when what a kept checkpoint names can't be read, nothing is deleted",
         invariant="I8",
         seed=50,
-        patches={("toprope.store.gc", "_named_by_kept"): s.unread_is_empty},
+        patches={("toprope.store.keep.gc", "_named_by_kept"): s.unread_is_empty},
         narrow={**READERS, "store_fault": 0.2},
     ),
     Mutant(
@@ -88,7 +88,7 @@ MUTANTS: tuple[Mutant, ...] = (
         safeguard="the parent of head is not retired",
         invariant="I5",
         seed=0,
-        patches={("toprope.store.retention", "needed_by"): s.without("the parent of head"), **_NO_OWN_CHECK},
+        patches={("toprope.store.keep.retention", "needed_by"): s.without("the parent of head"), **_NO_OWN_CHECK},
         narrow=READERS,
     ),
     Mutant(
@@ -104,7 +104,7 @@ MUTANTS: tuple[Mutant, ...] = (
         safeguard="what an attempt left behind that never became READY is deleted too",
         invariant="I15",
         seed=0,
-        patches={("toprope.store.gc", "is_dead"): s.only_retired},
+        patches={("toprope.store.keep.gc", "is_dead"): s.only_retired},
         narrow=READERS,
     ),
     Mutant(
@@ -112,7 +112,7 @@ MUTANTS: tuple[Mutant, ...] = (
         safeguard="each election takes a new term",
         invariant="I4",
         seed=0,
-        patches={("toprope.store.log", "_stamped"): s.same_term, **_NO_OWN_CHECK},
+        patches={("toprope.store.log.chain", "_stamped"): s.same_term, **_NO_OWN_CHECK},
         narrow={**SMALL, "faults": ("two coordinators", "kill coordinator")},
     ),
     Mutant(
@@ -120,7 +120,7 @@ MUTANTS: tuple[Mutant, ...] = (
         safeguard="only a hold that does not beat is taken for left behind",
         invariant="I8",
         seed=2,
-        patches={("toprope.store.holds", "HoldWatch.stale"): s.all_silent},
+        patches={("toprope.store.keep.holds", "HoldWatch.stale"): s.all_silent},
         narrow=READERS,
     ),
     Mutant(
@@ -128,7 +128,7 @@ MUTANTS: tuple[Mutant, ...] = (
         safeguard="a reader reads the log again once its hold is there",
         invariant="I8",
         seed=0,
-        patches={("toprope.store.holds", "read_on"): s.as_it_was},
+        patches={("toprope.store.keep.holds", "read_on"): s.as_it_was},
         narrow={**READERS, "faults": ("reader",), "between_s": 0.3},
     ),
     Mutant(
@@ -136,7 +136,7 @@ MUTANTS: tuple[Mutant, ...] = (
         safeguard="what is pinned is not retired",
         invariant="I5",
         seed=5,
-        patches={("toprope.store.retention", "needed_by"): s.without("pinned"), **_NO_OWN_CHECK},
+        patches={("toprope.store.keep.retention", "needed_by"): s.without("pinned"), **_NO_OWN_CHECK},
         narrow=PEOPLE,
     ),
     Mutant(
@@ -145,7 +145,7 @@ MUTANTS: tuple[Mutant, ...] = (
         invariant="I5",
         seed=2,
         patches={
-            ("toprope.store.retention", "needed_by"): s.without("the source of the current attempt"),
+            ("toprope.store.keep.retention", "needed_by"): s.without("the source of the current attempt"),
             **_NO_OWN_CHECK,
         },
         narrow=READERS,
@@ -155,7 +155,7 @@ MUTANTS: tuple[Mutant, ...] = (
         safeguard="a writer that got no answer looks whether its record is there",
         invariant="I3",
         seed=0,
-        patches={("toprope.store.log", "_put"): s.guessed},
+        patches={("toprope.store.log.chain", "_put"): s.guessed},
         narrow={**SMALL, "store_fault": 0.1},
     ),
     Mutant(
@@ -211,7 +211,7 @@ MUTANTS: tuple[Mutant, ...] = (
         safeguard="a record that exists is read before it is taken for one's own",
         invariant="I3",
         seed=3,
-        patches={("toprope.store.log", "_put"): s.exists_is_ours},
+        patches={("toprope.store.log.chain", "_put"): s.exists_is_ours},
         narrow={**SMALL, "faults": ("two coordinators",), "store_fault": 0.1},
     ),
     Mutant(

@@ -9,7 +9,7 @@ from toprope.chaos.sim import people
 from toprope.chaos.sim.broker import NAME as BROKER
 from toprope.chaos.sim.loop import Process
 from toprope.chaos.sim.world import Node, World
-from toprope.trainer_hooks.slot import SlotState
+from toprope.trainer_hooks.link.slot import SlotState
 
 AMBUSHES = ("copy", "hash", "facts", "shards", "manifests", "manifests", "log", "log")
 """Where one may be stopped: in the middle of a copy into a slot, or of hashing; when an object of a kind is written."""

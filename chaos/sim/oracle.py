@@ -16,14 +16,14 @@ import msgspec
 from toprope.chaos.sim.store import SimStore, image_in
 from toprope.chaos.sim.trace import Trace
 from toprope.coordinator.wire import Desired
+from toprope.store.checkpoint.manifest import Index, Manifest
+from toprope.store.checkpoint.manifest import decode as decode_manifest
+from toprope.store.checkpoint.shard import identity_of, parse_header
 from toprope.store.digest import digest
 from toprope.store.errors import CorruptObjectError
-from toprope.store.fold import JobState, fold, violation
-from toprope.store.manifest import Index, Manifest
-from toprope.store.manifest import decode as decode_manifest
+from toprope.store.log.fold import JobState, fold, violation
+from toprope.store.log.records import Attempt, AttemptFacts, Elected, Held, Ready, Record
 from toprope.store.names import Key, facts_key, index_sha256, manifest_key, parse_hold, step_prefix, written_at
-from toprope.store.records import Attempt, AttemptFacts, Elected, Held, Ready, Record
-from toprope.store.shard import identity_of, parse_header
 
 _NOTICED_S = 15.0
 """So long after a loss a step that is called protected may have been counted before the loss was noticed."""

@@ -15,15 +15,15 @@ from typing import TYPE_CHECKING
 from toprope.chaos.sim.loop import Process
 from toprope.chaos.sim.net import NetError
 from toprope.chaos.sim.threads import nap
-from toprope.store.changes import Change, ChangeAnswer, ChangeRequest, append_in_passing, checked
-from toprope.store.checkpoint import read_index, read_manifest
+from toprope.store.checkpoint.files import image_chunks
+from toprope.store.checkpoint.ready import read_index, read_manifest
 from toprope.store.errors import CkptError, MissingObjectError, UsageError
-from toprope.store.files import image_chunks
-from toprope.store.fold import JobState
-from toprope.store.holds import holding_choice
-from toprope.store.log import read_on
-from toprope.store.records import Pin, Retire, Taint, Unpin
-from toprope.store.snap import newest_snap
+from toprope.store.keep.changes import Change, ChangeAnswer, ChangeRequest, append_in_passing, checked
+from toprope.store.keep.holds import holding_choice
+from toprope.store.log.chain import read_on
+from toprope.store.log.fold import JobState
+from toprope.store.log.records import Pin, Retire, Taint, Unpin
+from toprope.store.log.snap import newest_snap
 
 if TYPE_CHECKING:
     from toprope.chaos.sim.coordinator import Host

@@ -39,14 +39,14 @@ from toprope.sidecar.ports import CoordinatorError
 from toprope.sidecar.shouts import Shouts
 from toprope.sidecar.siblings import Siblings
 from toprope.sidecar.values import Identity, Shard, Way, shard_of_page
-from toprope.store.checkpoint import read_index_at
+from toprope.store.checkpoint.files import fill_from_image
+from toprope.store.checkpoint.ready import read_index_at
+from toprope.store.checkpoint.shard import identity_of, parse_header
 from toprope.store.digest import digest
 from toprope.store.errors import CkptError, CorruptObjectError, UnavailableError
-from toprope.store.files import fill_from_image
 from toprope.store.names import Key
-from toprope.store.shard import identity_of, parse_header
-from toprope.trainer_hooks import wire
-from toprope.trainer_hooks.slot import Page, SlotState
+from toprope.trainer_hooks.link import wire
+from toprope.trainer_hooks.link.slot import Page, SlotState
 
 if TYPE_CHECKING:
     from toprope.chaos.sim.coordinator import Host

@@ -12,9 +12,9 @@ from toprope.coordinator.intents import CommitStep
 from toprope.coordinator.phases import Progress
 from toprope.coordinator.wire import ReadBack
 from toprope.store.errors import AlreadyExistsError, UnavailableError
-from toprope.store.fold import JobState
-from toprope.store.log import Appended, Create, append_steps, drive
-from toprope.store.records import Elected, Ready
+from toprope.store.log.chain import Appended, Create, append_steps, drive
+from toprope.store.log.fold import JobState
+from toprope.store.log.records import Elected, Ready
 
 
 def always(value: object) -> Callable[[Any], Any]:

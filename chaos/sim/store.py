@@ -11,6 +11,7 @@ from typing import Literal, TypeAlias
 from toprope.chaos.sim.loop import PROCESS, SimLoop
 from toprope.chaos.sim.threads import turn
 from toprope.chaos.sim.trace import Trace
+from toprope.store.checkpoint.manifest import Head, Index, Tensor
 from toprope.store.errors import (
     AlreadyExistsError,
     CorruptObjectError,
@@ -18,7 +19,6 @@ from toprope.store.errors import (
     ThrottledError,
     UnavailableError,
 )
-from toprope.store.manifest import Head, Index, Tensor
 from toprope.store.names import Key
 
 Fault: TypeAlias = Literal["request lost", "reply lost", "late", "503", "corrupt"]

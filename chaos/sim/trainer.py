@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from toprope.chaos.sim.loop import Process, SimLoop
 from toprope.chaos.sim.memory import File
-from toprope.trainer_hooks import wire
-from toprope.trainer_hooks.slot import Page, SlotState
+from toprope.trainer_hooks.link import wire
+from toprope.trainer_hooks.link.slot import Page, SlotState
 
 if TYPE_CHECKING:
     from toprope.chaos.sim.sidecar import SimSidecar

@@ -22,8 +22,8 @@ from toprope.chaos.sim.store import SimStore, image_in
 from toprope.chaos.sim.trace import Trace
 from toprope.chaos.sim.trainer import Launch
 from toprope.coordinator.wire import Copy
+from toprope.store.checkpoint.manifest import Index, decode
 from toprope.store.digest import digest
-from toprope.store.manifest import Index, decode
 from toprope.store.names import Key
 
 T = TypeVar("T")

@@ -25,9 +25,9 @@ from toprope.coordinator.wire import (
     decode,
     encode,
 )
-from toprope.store.changes import ChangeAnswer, ChangeRequest
-from toprope.store.changes import decode as decode_change
 from toprope.store.errors import CkptError, UsageError
+from toprope.store.keep.changes import ChangeAnswer, ChangeRequest
+from toprope.store.keep.changes import decode as decode_change
 from toprope.store.names import checked_id
 
 _WAIT_S_MAX = 30.0

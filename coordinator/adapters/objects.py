@@ -8,17 +8,17 @@ import threading
 from collections import OrderedDict
 
 from toprope.coordinator.basing import base_shards, shards_there
-from toprope.store.checkpoint import index_body, index_of_body, read_capped, read_manifest
+from toprope.store.checkpoint.manifest import MAX_INDEX_BYTES, Index, Manifest, Shard, sha256
+from toprope.store.checkpoint.ready import index_body, index_of_body, read_capped, read_manifest
 from toprope.store.digest import digest_of_object
 from toprope.store.errors import AlreadyExistsError
-from toprope.store.fold import JobState
-from toprope.store.gc import GcPlan, execute, survey
-from toprope.store.holds import HoldWatch
-from toprope.store.manifest import MAX_INDEX_BYTES, Index, Manifest, Shard, sha256
+from toprope.store.keep.gc import GcPlan, execute, survey
+from toprope.store.keep.holds import HoldWatch
+from toprope.store.log.fold import JobState
+from toprope.store.log.records import Base
+from toprope.store.log.snap import newest_snap, put_snap
 from toprope.store.names import Key
 from toprope.store.objects.protocol import ObjectStore
-from toprope.store.records import Base
-from toprope.store.snap import newest_snap, put_snap
 
 KEPT_INDEX_BYTES = 64 * 1024 * 1024
 """How much of the indexes that were read is kept: those of a step that became READY are the base of the next one."""

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from toprope.sidecar.ports import SyncError
-from toprope.trainer_hooks.slot import Page, read_page, write_page
+from toprope.trainer_hooks.link.slot import Page, read_page, write_page
 
 _CHUNK_BYTES = 8 * 1024 * 1024
 

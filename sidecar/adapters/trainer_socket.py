@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 from toprope.store.errors import UsageError
-from toprope.trainer_hooks import wire
+from toprope.trainer_hooks.link import wire
 
 HELLO_TIMEOUT_S = 10.0
 CLOSE_TIMEOUT_S = 1.0

@@ -29,18 +29,22 @@ class Program:
 
 GROUPS: dict[str, dict[str, Program]] = {
     "Look at a store and get checkpoints out of it (no service needed)": {
-        "ls": Program(module="toprope.store.cli", purpose="list jobs and their READY checkpoints"),
-        "show": Program(module="toprope.store.cli", purpose="show a job: its log, a manifest, the tensors, the files"),
-        "verify": Program(module="toprope.store.cli_verify", purpose="read everything back and check every digest"),
-        "restore": Program(module="toprope.store.cli", purpose="write a checkpoint's shards into a new directory"),
-        "export": Program(
-            module="toprope.store.cli_export", purpose="write whole tensors as safetensors, DCP or torch.save"
+        "ls": Program(module="toprope.store.cli.checkpoints", purpose="list jobs and their READY checkpoints"),
+        "show": Program(
+            module="toprope.store.cli.checkpoints", purpose="show a job: its log, a manifest, tensors, files"
         ),
-        "import": Program(module="toprope.store.cli_import", purpose="make a job of a checkpoint that others wrote"),
-        "copy": Program(module="toprope.store.cli_copy", purpose="bring a job or a checkpoint into another store"),
-        "diff": Program(module="toprope.store.cli_diff", purpose="say which tensors of two checkpoints differ"),
-        "log": Program(module="toprope.store.cli_log", purpose="print the job log, a record a line"),
-        "du": Program(module="toprope.store.cli_usage", purpose="say what a store weighs, and what nothing names"),
+        "verify": Program(module="toprope.store.cli.verify", purpose="read everything back and check every digest"),
+        "restore": Program(
+            module="toprope.store.cli.checkpoints", purpose="write a checkpoint's shards to a new directory"
+        ),
+        "export": Program(
+            module="toprope.store.cli.export", purpose="write whole tensors as safetensors, DCP or torch.save"
+        ),
+        "import": Program(module="toprope.store.cli.importing", purpose="make a job of a checkpoint that others wrote"),
+        "copy": Program(module="toprope.store.cli.copy", purpose="bring a job or a checkpoint into another store"),
+        "diff": Program(module="toprope.store.cli.diff", purpose="say which tensors of two checkpoints differ"),
+        "log": Program(module="toprope.store.cli.log", purpose="print the job log, a record a line"),
+        "du": Program(module="toprope.store.cli.usage", purpose="say what a store weighs, and what nothing names"),
     },
     "Keep, distrust and delete": {
         "pin": Program(module="toprope.coordinator.cli_changes", purpose="keep a checkpoint, whatever the policy says"),
@@ -103,7 +107,7 @@ def _without_program(word: str, rest: list[str]) -> int:
     """Answer a shell that completes what is typed, print or install what makes a shell ask, or say that it is wrong."""
     if word not in _COMPLETION:
         return _fail(f"{word!r} is not a command; `ckpt --help` lists them", status=EXIT_USAGE)
-    completion = importlib.import_module("toprope.store.completion")
+    completion = importlib.import_module("toprope.store.cli.completion")
     errors = importlib.import_module("toprope.store.errors")
     shell = rest[0] if rest else os.path.basename(os.environ.get("SHELL", ""))  # noqa: PTH119 - pathlib is slow to load
     try:

@@ -15,14 +15,14 @@ from tests.support.stores import small_store
 
 from toprope.coordinator.basing import base_shards, make_base, pinned_base
 from toprope.coordinator.wire import BaseView, OpenAnswer
-from toprope.store.changes import checked
 from toprope.store.errors import NothingToVerifyError, StoreError, UsageError
-from toprope.store.fold import JobState, violation
-from toprope.store.gc import survey
-from toprope.store.log import read_log
+from toprope.store.keep.changes import checked
+from toprope.store.keep.gc import survey
+from toprope.store.log.chain import read_log
+from toprope.store.log.fold import JobState, violation
+from toprope.store.log.records import Base, Elected, Held, Job, Record, Retire, Taint
+from toprope.store.log.snap import decode, encode
 from toprope.store.names import snap_key
-from toprope.store.records import Base, Elected, Held, Job, Record, Retire, Taint
-from toprope.store.snap import decode, encode
 
 OTHER, THIRD = "2b" * 16, "3c" * 16
 TAKES: list[Literal["all", "weights"]] = ["all", "weights"]

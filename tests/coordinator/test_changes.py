@@ -28,14 +28,14 @@ from toprope.coordinator.ports import Ports
 from toprope.coordinator.serving import NoBroker
 from toprope.coordinator.settings import Address
 from toprope.coordinator.wire import Cadence, Inventory, Member, OpenRequest
-from toprope.store.changes import Change, ChangeRequest, append_in_passing
 from toprope.store.errors import FencedError
-from toprope.store.fold import JobState
-from toprope.store.log import read_entries, read_log
+from toprope.store.keep.changes import Change, ChangeRequest, append_in_passing
+from toprope.store.log.chain import read_entries, read_log
+from toprope.store.log.fold import JobState
+from toprope.store.log.records import Elected, Job, Pin, Retire
+from toprope.store.look.verify import CheckpointReport, verify_checkpoint
 from toprope.store.objects.directory import DirectoryStore
 from toprope.store.objects.protocol import ObjectStore
-from toprope.store.records import Elected, Job, Pin, Retire
-from toprope.store.verify import CheckpointReport, verify_checkpoint
 
 ANYWHERE = Address(host="127.0.0.1", port=0)
 PATIENCE_S = 20.0
@@ -255,7 +255,7 @@ def test_verify_takes_what_was_retired_and_deleted_meanwhile_for_no_damage(
         ckpt("gc", tmp_path, "--retain", "last=1")
         return verify_checkpoint(store, state, seq)
 
-    monkeypatch.setattr("toprope.store.cli_verify.verify_checkpoint", verify_late)
+    monkeypatch.setattr("toprope.store.cli.verify.verify_checkpoint", verify_late)
     assert ckpt("verify", tmp_path) == 0
     err = capsys.readouterr().err
     assert "step 10 of job job was retired meanwhile, and is passed over" in err
@@ -278,7 +278,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 def test_on_a_full_store_what_is_condemned_makes_room_for_the_record_that_retires(
     small_disk: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("toprope.store.log.BACK_OFF_S", ())
+    monkeypatch.setattr("toprope.store.log.chain.BACK_OFF_S", ())
     job = small_store(DirectoryStore(small_disk), steps=(10, 20, 30))
     job.put_shard(step=25, rank=0)
     with (small_disk / "filler").open("wb", buffering=0) as file, contextlib.suppress(OSError):

@@ -25,15 +25,15 @@ from toprope.coordinator.settings import Address
 from toprope.coordinator.wire import AttemptView, Cadence, Copy, Desired, Inventory, Member, OpenAnswer, OpenRequest
 from toprope.sidecar.object_tier import ObjectTier
 from toprope.sidecar.values import Shard
-from toprope.store import manifest
-from toprope.store.checkpoint import read_index_at
+from toprope.store.checkpoint import manifest
+from toprope.store.checkpoint.manifest import MAX_INDEX_BYTES, File, Head, Index, Manifest
+from toprope.store.checkpoint.ready import read_index_at
 from toprope.store.digest import digest
 from toprope.store.errors import FencedError
-from toprope.store.log import read_log
-from toprope.store.manifest import MAX_INDEX_BYTES, File, Head, Index, Manifest
+from toprope.store.log.chain import read_log
+from toprope.store.log.records import Retire
+from toprope.store.look.verify import verify_checkpoint
 from toprope.store.names import Key, index_key, manifest_key, shard_key
-from toprope.store.records import Retire
-from toprope.store.verify import verify_checkpoint
 
 PATIENCE_S = 20.0
 

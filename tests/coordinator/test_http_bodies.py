@@ -21,7 +21,7 @@ from toprope.coordinator.wire import (
     Presence,
     encode,
 )
-from toprope.store.changes import ChangeAnswer, ChangeRequest
+from toprope.store.keep.changes import ChangeAnswer, ChangeRequest
 
 INVENTORY = FakeNode(name="a", job_uid="00").say()
 

@@ -9,7 +9,7 @@ from toprope.coordinator import spec as specs
 from toprope.coordinator.effects import Append
 from toprope.coordinator.events import OpenFailed
 from toprope.coordinator.wire import Copy, Kept, Member, OpenAnswer, OpenRequest
-from toprope.store.records import Job, Taint
+from toprope.store.log.records import Job, Taint
 
 OTHER = "2b" * 16
 

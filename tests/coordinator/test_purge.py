@@ -19,13 +19,13 @@ from tests.support.stores import JobBuilder, small_store
 from toprope.coordinator.adapters.http import served
 from toprope.coordinator.basing import pinned_base
 from toprope.store.errors import UnavailableError
-from toprope.store.holds import holding
-from toprope.store.log import read_log
+from toprope.store.keep.holds import holding
+from toprope.store.keep.purging import delete, keys_of
+from toprope.store.log.chain import read_log
+from toprope.store.log.records import Elected, Held, Job
+from toprope.store.look.verify import verify_checkpoint
 from toprope.store.names import Key
 from toprope.store.objects.directory import DirectoryStore
-from toprope.store.purging import delete, keys_of
-from toprope.store.records import Elected, Held, Job
-from toprope.store.verify import verify_checkpoint
 
 
 @pytest.fixture

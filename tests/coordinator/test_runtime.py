@@ -34,7 +34,7 @@ from toprope.coordinator.wire import (
     decode,
     encode,
 )
-from toprope.store.log import read_log
+from toprope.store.log.chain import read_log
 from toprope.store.objects.opening import open_store
 
 PATIENCE_S = 20.0

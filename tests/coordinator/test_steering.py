@@ -15,7 +15,7 @@ from toprope.coordinator.effects import Commit, Probe, ReadBackHere
 from toprope.coordinator.events import CommitFailed, Connected, Heard, Hinted, LogMoved, ReadHere, SeenDesired
 from toprope.coordinator.roll import REFUSED_TOLD
 from toprope.coordinator.wire import Desired, Inventory, Kept, Presence, ReadBack, ReadBackTask, Skip
-from toprope.store.records import Taint
+from toprope.store.log.records import Taint
 
 
 def phase(reign: Reign) -> str:

@@ -15,7 +15,7 @@ from toprope.chaos.live.cluster import Cadences, Cluster
 from toprope.chaos.live.forking import ForkedServices, ForkServer
 from toprope.chaos.live.processes import wait_until
 from toprope.chaos.live.ranks import World
-from toprope.store.log import read_log
+from toprope.store.log.chain import read_log
 from toprope.store.objects.directory import DirectoryStore
 
 STEPS, EVERY = 12, 4

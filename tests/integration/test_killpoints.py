@@ -13,10 +13,10 @@ from toprope.chaos.killpoints import FILE_VARIABLE, LOG_VARIABLE, arm, disarm, p
 from toprope.chaos.live.cluster import Cadences, Cluster
 from toprope.chaos.live.forking import Forked, ForkedServices, ForkServer
 from toprope.chaos.live.processes import LiveError, Running, wait_until
-from toprope.store.fold import JobState
-from toprope.store.log import read_log
+from toprope.store.log.chain import read_log
+from toprope.store.log.fold import JobState
+from toprope.store.look.verify import verify_checkpoint, verify_facts
 from toprope.store.objects.directory import DirectoryStore
-from toprope.store.verify import verify_checkpoint, verify_facts
 
 JOB = "points"
 FIRE_TIMEOUT_S = 20.0

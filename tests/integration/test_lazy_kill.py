@@ -13,7 +13,7 @@ from toprope.chaos.live.ask import get_inventory
 from toprope.chaos.live.cluster import Cadences, running_cluster
 from toprope.chaos.live.forking import ForkedServices, ForkServer
 from toprope.chaos.live.ranks import World
-from toprope.trainer_hooks.slot import SlotState, read_page
+from toprope.trainer_hooks.link.slot import SlotState, read_page
 
 
 @pytest.mark.long

@@ -15,9 +15,9 @@ from toprope.chaos.live.forking import ForkedServices, ForkServer
 from toprope.chaos.live.processes import become_subreaper, wait_until
 from toprope.chaos.live.ranks import World
 from toprope.chaos.oracle import compare, torn_restores
-from toprope.store.log import read_log
+from toprope.store.log.chain import read_log
+from toprope.store.look.verify import verify_checkpoint
 from toprope.store.objects.directory import DirectoryStore
-from toprope.store.verify import verify_checkpoint
 
 STEPS = 9
 EVERY = 2

@@ -21,7 +21,7 @@ from toprope.chaos.live.ranks import World
 def warm() -> Iterator[ForkServer]:
     become_subreaper()
     with ForkServer(
-        "tests.support.resharding_rank", "torch._dynamo", "toprope.trainer_hooks.resharding", path=[ROOT]
+        "tests.support.resharding_rank", "torch._dynamo", "toprope.trainer_hooks.restore.resharding", path=[ROOT]
     ) as server:
         yield server
 

@@ -9,7 +9,7 @@ import pytest
 from blockbuster import BlockingError
 from tests.meta import test_tidy as tidy
 
-from toprope.trainer_hooks.slot import Page, read_page, write_page
+from toprope.trainer_hooks.link.slot import Page, read_page, write_page
 
 
 async def test_a_coroutine_of_ours_that_reads_a_file_is_caught(tmp_path: Path) -> None:

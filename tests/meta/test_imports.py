@@ -89,7 +89,9 @@ def _python(program: str, *argument: object) -> list[str]:
 
 def test_the_frames_and_the_package_of_the_hook_load_nothing_heavy() -> None:
     loaded = _python(
-        _RUN_WITHOUT, (), ["toprope.trainer_hooks", "toprope.trainer_hooks.wire", "toprope.trainer_hooks.slot"]
+        _RUN_WITHOUT,
+        (),
+        ["toprope.trainer_hooks", "toprope.trainer_hooks.link.wire", "toprope.trainer_hooks.link.slot"],
     )
     assert not set(loaded) & set(HEAVY)
 
@@ -100,7 +102,7 @@ def test_the_hook_needs_only_torch_and_the_standard_library() -> None:
     assert "torch" in loaded, "the modules of the hook were not really imported"
 
 
-NEED_TORCH = "toprope.store.torch_formats."
+NEED_TORCH = "toprope.store.transfer.torch_formats."
 """What writes and reads torch's own formats, for those words of ``ckpt`` that are asked for one."""
 
 

@@ -22,7 +22,7 @@ PROCESS_EDGES: dict[str, str] = {
 """``file::function`` -> why it may catch every exception: the edge of a process or thread, which logs and ends it."""
 
 
-MAY_UNPICKLE = Path("trainer_hooks/opaque.py")
+MAY_UNPICKLE = Path("trainer_hooks/image/opaque.py")
 """For a trainer that said ``allow_pickle=True``; no service and no word of ``ckpt`` may import it."""
 
 
@@ -72,8 +72,9 @@ def test_nothing_shipped_unpickles_or_runs_what_it_reads() -> None:
 
 
 def test_only_the_state_of_a_trainer_is_ever_unpickled() -> None:
-    users = {str(path) for path in shipped_files() if "toprope.trainer_hooks.opaque" in set(_imports(tree_of(path)))}
-    assert users == {f"trainer_hooks/{name}.py" for name in ("apply", "dcp_content", "tree")}
+    opaque = "toprope.trainer_hooks.image.opaque"
+    users = {str(path) for path in shipped_files() if opaque in set(_imports(tree_of(path)))}
+    assert users == {f"trainer_hooks/{name}.py" for name in ("restore/apply", "dcp/content", "image/tree")}
 
 
 def test_no_mock_is_used_anywhere() -> None:

@@ -21,11 +21,11 @@ from toprope.sidecar.events import ShardStaged
 from toprope.sidecar.memory import Memory
 from toprope.sidecar.staging import Stager, StagingError
 from toprope.sidecar.values import Way
-from toprope.store.gc import execute, survey
-from toprope.store.manifest import Shard
+from toprope.store.checkpoint.manifest import Shard
+from toprope.store.keep.gc import execute, survey
+from toprope.store.log.records import Held
 from toprope.store.names import Key
-from toprope.store.records import Held
-from toprope.trainer_hooks.wire import ALL
+from toprope.trainer_hooks.link.wire import ALL
 
 NEW = "4a" * 16
 

@@ -7,8 +7,8 @@ from tests.support.core_driver import UID, Driver, shard, sight
 from toprope.coordinator.wire import Cadence, StepAsk
 from toprope.sidecar import effects as do
 from toprope.sidecar import events as on
-from toprope.trainer_hooks import wire
-from toprope.trainer_hooks.slot import SlotState
+from toprope.trainer_hooks.link import wire
+from toprope.trainer_hooks.link.slot import SlotState
 
 SELDOM = Cadence(from_step=0, every=1, local_every=100, object_every=100)
 

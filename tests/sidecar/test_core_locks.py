@@ -7,7 +7,7 @@ from tests.support.core_driver import Driver, sight
 
 from toprope.sidecar import effects as do
 from toprope.sidecar import events as on
-from toprope.trainer_hooks.slot import SlotState
+from toprope.trainer_hooks.link.slot import SlotState
 
 
 def test_a_sealed_frame_of_another_process_than_the_slot_was_lent_to_is_ignored() -> None:

@@ -9,7 +9,7 @@ from toprope.coordinator.wire import Inventory, Member
 from toprope.sidecar import effects as do
 from toprope.sidecar import events as on
 from toprope.sidecar.restore_book import RestoreBook
-from toprope.trainer_hooks import wire
+from toprope.trainer_hooks.link import wire
 
 
 def holding(*steps: int) -> Driver:

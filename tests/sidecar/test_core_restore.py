@@ -9,7 +9,7 @@ from toprope.sidecar import effects as do
 from toprope.sidecar import events as on
 from toprope.sidecar.restore_book import PATIENCE_S
 from toprope.sidecar.values import Way
-from toprope.trainer_hooks import wire
+from toprope.trainer_hooks.link import wire
 
 NEW = "2b" * 16
 WANTED = RestoreShard(

@@ -8,8 +8,8 @@ from toprope.coordinator.wire import Kept
 from toprope.sidecar import effects as do
 from toprope.sidecar import events as on
 from toprope.sidecar.values import SlotSight
-from toprope.trainer_hooks import wire
-from toprope.trainer_hooks.slot import Page, SlotState
+from toprope.trainer_hooks.link import wire
+from toprope.trainer_hooks.link.slot import Page, SlotState
 
 
 def test_slots_are_made_for_the_size_that_was_announced() -> None:

@@ -10,8 +10,8 @@ from toprope.coordinator.wire import Cadence, Desired, Member, ReadBack, ReadBac
 from toprope.sidecar import effects as do
 from toprope.sidecar import events as on
 from toprope.sidecar.values import coarseness, shard_of_page
-from toprope.trainer_hooks import wire
-from toprope.trainer_hooks.slot import Page, SlotState
+from toprope.trainer_hooks.link import wire
+from toprope.trainer_hooks.link.slot import Page, SlotState
 
 OFTEN = Cadence(from_step=0, every=1, local_every=1, object_every=1)
 

@@ -7,7 +7,7 @@ from tests.support.core_driver import UID, Driver, shard
 from toprope.coordinator.wire import Cadence, Kept
 from toprope.sidecar import events as on
 from toprope.sidecar.draining import left_to_do
-from toprope.trainer_hooks import wire
+from toprope.trainer_hooks.link import wire
 
 
 def alone() -> Driver:

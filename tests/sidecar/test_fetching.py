@@ -23,11 +23,11 @@ from toprope.sidecar.parts import Parts, parts_of
 from toprope.sidecar.ports import PeerError
 from toprope.sidecar.staging import Stager, StagingError
 from toprope.sidecar.values import Way
-from toprope.store.manifest import encode, sha256
+from toprope.store.checkpoint.manifest import encode, sha256
+from toprope.store.checkpoint.shard import hash_image, index_of
 from toprope.store.names import Key, index_key, shard_key
-from toprope.store.shard import hash_image, index_of
-from toprope.trainer_hooks.slot import Page, SlotState, write_page
-from toprope.trainer_hooks.wire import ALL, DIGESTS
+from toprope.trainer_hooks.link.slot import Page, SlotState, write_page
+from toprope.trainer_hooks.link.wire import ALL, DIGESTS
 
 UID, NEW = "1a" * 16, "2b" * 16
 BODY = image(attempt=1, attempt_uid=UID, step=1, rank=0, world=1, payload=4096, job_uid="0b" * 16)

@@ -24,7 +24,7 @@ from toprope.sidecar.ports import SyncError
 from toprope.sidecar.values import Shard
 from toprope.store.errors import UsageError
 from toprope.store.objects.opening import open_store
-from toprope.trainer_hooks.slot import Page, SlotState, read_page, write_page
+from toprope.trainer_hooks.link.slot import Page, SlotState, read_page, write_page
 
 UID = "1a" * 16
 

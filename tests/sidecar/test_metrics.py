@@ -8,7 +8,7 @@ from tests.support.coordinator_stub import CoordinatorStub
 from tests.support.scripted_trainer import ScriptedTrainer
 from tests.support.sidecar_node import MakeNode
 
-from toprope.trainer_hooks import wire
+from toprope.trainer_hooks.link import wire
 
 
 def test_each_step_that_was_skipped_is_counted_once(nodes: MakeNode, stub: CoordinatorStub) -> None:

@@ -19,15 +19,15 @@ from toprope.sidecar import object_tier
 from toprope.sidecar.object_tier import DamagedError, ObjectTier
 from toprope.sidecar.packing import Codec, Decision, Packer, Sample, decide, measure, pack_gently
 from toprope.sidecar.values import Shard
-from toprope.store.checkpoint import read_index_at
-from toprope.store.codec import FRAME_BYTES, PackedBody
+from toprope.store.checkpoint.codec import FRAME_BYTES, PackedBody
+from toprope.store.checkpoint.files import fill_from_image, image_chunks
+from toprope.store.checkpoint.incremental import PartFile
+from toprope.store.checkpoint.ready import read_index_at
+from toprope.store.checkpoint.shard import hash_image
 from toprope.store.digest import digest
 from toprope.store.errors import CkptError, UnavailableError
-from toprope.store.files import fill_from_image, image_chunks
-from toprope.store.incremental import PartFile
+from toprope.store.log.records import Taint
 from toprope.store.names import Key
-from toprope.store.records import Taint
-from toprope.store.shard import hash_image
 
 
 def shard_of(image: bytes, *, step: int) -> Shard:

@@ -12,7 +12,7 @@ from tests.sidecar.test_config import config
 from toprope.sidecar import effects as do
 from toprope.sidecar import events as on
 from toprope.sidecar.performer import Sidecar
-from toprope.trainer_hooks.slot import Page, SlotPaths, slot_paths
+from toprope.trainer_hooks.link.slot import Page, SlotPaths, slot_paths
 
 
 class SlowMemory:

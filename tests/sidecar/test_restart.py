@@ -9,8 +9,8 @@ from tests.support.coordinator_stub import CoordinatorStub
 from tests.support.scripted_trainer import ScriptedTrainer
 from tests.support.sidecar_node import MakeNode, Node
 
-from toprope.trainer_hooks import wire
-from toprope.trainer_hooks.slot import SlotState, read_page
+from toprope.trainer_hooks.link import wire
+from toprope.trainer_hooks.link.slot import SlotState, read_page
 
 
 def trained(node: Node, stub: CoordinatorStub) -> ScriptedTrainer:

@@ -9,7 +9,7 @@ from tests.support.scripted_trainer import ScriptedTrainer
 from tests.support.sidecar_node import MakeNode, Node
 
 from toprope.coordinator.wire import Copy, Source
-from toprope.trainer_hooks import wire
+from toprope.trainer_hooks.link import wire
 
 
 def restart(node: Node, stub: CoordinatorStub, copy: Copy, *sources: Source) -> ScriptedTrainer:

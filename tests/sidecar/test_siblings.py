@@ -21,15 +21,15 @@ from toprope.sidecar.object_tier import ObjectTier
 from toprope.sidecar.packing import Codec
 from toprope.sidecar.siblings import Siblings
 from toprope.sidecar.values import Shard
-from toprope.store.checkpoint import read_index, read_index_at, read_manifest
+from toprope.store.checkpoint.files import image_chunks
+from toprope.store.checkpoint.incremental import HEAD, Placed
+from toprope.store.checkpoint.manifest import File, Index, Manifest
+from toprope.store.checkpoint.ready import read_index, read_index_at, read_manifest
+from toprope.store.checkpoint.shard import parse_header
 from toprope.store.digest import digest
 from toprope.store.errors import CorruptObjectError, UnavailableError
-from toprope.store.files import image_chunks
-from toprope.store.incremental import HEAD, Placed
-from toprope.store.manifest import File, Index, Manifest
+from toprope.store.look.verify import verify_checkpoint
 from toprope.store.names import Key
-from toprope.store.shard import parse_header
-from toprope.store.verify import verify_checkpoint
 
 WORLD = 4
 OWN, RUNNING, TABLE = 120_000, 100_000, 80_000

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.support.core_driver import Driver, shard, sight
 
 from toprope.sidecar import events as on
-from toprope.trainer_hooks.slot import SlotState
+from toprope.trainer_hooks.link.slot import SlotState
 
 
 def test_a_restarted_sidecar_gives_up_no_snapshot_before_it_has_heard_what_is_kept() -> None:

@@ -16,7 +16,7 @@ from tests.support.coordinator_stub import CoordinatorStub
 from tests.support.scripted_trainer import ScriptedTrainer
 from tests.support.sidecar_node import MakeNode, Node
 
-from toprope.trainer_hooks import wire
+from toprope.trainer_hooks.link import wire
 
 
 def failure(node: Node, *more: str) -> str:

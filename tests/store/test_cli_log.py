@@ -10,9 +10,9 @@ import pytest
 from tests.support.stores import JobBuilder, small_store
 
 from toprope.__main__ import main
+from toprope.store.log.records import Taint
 from toprope.store.objects.directory import DirectoryStore
 from toprope.store.objects.opening import open_store
-from toprope.store.records import Taint
 
 
 def test_log_prints_what_show_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

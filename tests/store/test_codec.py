@@ -12,12 +12,12 @@ import pytest
 import zstandard
 from tests.support.fake_store import FakeStore
 
-from toprope.store import codec
-from toprope.store.codec import FRAME_BYTES, MAX_FRAME_BYTES, frames_of, pack, unpack_frame
+from toprope.store.checkpoint import codec
+from toprope.store.checkpoint.codec import FRAME_BYTES, MAX_FRAME_BYTES, frames_of, pack, unpack_frame
+from toprope.store.checkpoint.files import FileReader
+from toprope.store.checkpoint.manifest import File, Packed
 from toprope.store.digest import digest
 from toprope.store.errors import CorruptObjectError
-from toprope.store.files import FileReader
-from toprope.store.manifest import File, Packed
 from toprope.store.names import Key
 
 RAW = Random(7).randbytes(700) + bytes(2000) + b"toprope " * 300

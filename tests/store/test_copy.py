@@ -15,16 +15,16 @@ from tests.support.fake_store import FakeStore
 from tests.support.stores import small_store
 
 from toprope.__main__ import main
-from toprope.store.copy import Copied, copy, plan
 from toprope.store.errors import CorruptObjectError, StoreError, UnavailableError, UsageError
-from toprope.store.log import append, read_log
+from toprope.store.log.chain import append, read_log
+from toprope.store.log.records import Elected, Pin, Taint
+from toprope.store.look.show import job_names, named_objects, read_job
+from toprope.store.look.verify import verify_checkpoint, verify_facts
 from toprope.store.names import Key
 from toprope.store.objects.directory import DirectoryStore
 from toprope.store.objects.opening import open_store
 from toprope.store.objects.protocol import ObjectStore
-from toprope.store.records import Elected, Pin, Taint
-from toprope.store.show import job_names, named_objects, read_job
-from toprope.store.verify import verify_checkpoint, verify_facts
+from toprope.store.transfer.copy import Copied, copy, plan
 
 
 def run(source: ObjectStore, target: ObjectStore, *, step: int | None = None) -> Copied:

@@ -12,16 +12,16 @@ from tests.support.fake_store import FakeStore
 from tests.support.tensor_stores import Stored, Tensors, bfloat16, pieces, tensor_job, whole
 
 from toprope.__main__ import main
-from toprope.store.assemble import read_indexes
-from toprope.store.diff import Diff, Side, diff
+from toprope.store.checkpoint.assemble import read_indexes
 from toprope.store.errors import StoreError, UsageError
-from toprope.store.log import read_log
+from toprope.store.log.chain import read_log
+from toprope.store.look.diff import Diff, Side, diff
+from toprope.store.look.values import Comparison, plainly, with_numpy
 from toprope.store.names import Key
 from toprope.store.objects.directory import DirectoryStore
 from toprope.store.objects.opening import open_store
 from toprope.store.places import parse_selected
-from toprope.store.restore import plan
-from toprope.store.values import Comparison, plainly, with_numpy
+from toprope.store.transfer.restore import plan
 
 WEIGHT = np.arange(24, dtype="float32").reshape(4, 6)
 

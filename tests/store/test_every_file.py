@@ -9,11 +9,11 @@ from tests.support.fake_store import FakeStore
 from tests.support.stores import small_store
 
 from toprope.store.errors import CkptError, LogCorruptError, StoreError
-from toprope.store.fold import JobState
-from toprope.store.log import read_log
+from toprope.store.log.chain import read_log
+from toprope.store.log.fold import JobState
+from toprope.store.look.verify import plan, verify_checkpoint, verify_facts
 from toprope.store.names import Key
-from toprope.store.restore import restore
-from toprope.store.verify import plan, verify_checkpoint, verify_facts
+from toprope.store.transfer.restore import restore
 
 CLEAN_VERIFIES = 10_000
 

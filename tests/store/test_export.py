@@ -18,11 +18,11 @@ from tests.support.tensor_stores import Stored, bfloat16, complex128, pieces, re
 
 from toprope.__main__ import main
 from toprope.store.errors import CkptError, StoreError, UnavailableError, UsageError
-from toprope.store.export import Wanted, export
-from toprope.store.log import read_log
+from toprope.store.log.chain import read_log
 from toprope.store.objects.directory import DirectoryStore
 from toprope.store.objects.opening import open_store
 from toprope.store.sizes import parse_size
+from toprope.store.transfer.export import Wanted, export
 
 WEIGHT = np.arange(40, dtype="float32").reshape(8, 5)
 COLUMNS = np.arange(24, dtype="float64").reshape(4, 6)

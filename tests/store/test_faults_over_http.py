@@ -17,11 +17,11 @@ from tests.support.strict_s3 import Fault, Operation, Rule, StrictS3
 from toprope.coordinator.wire import ReadBackTask
 from toprope.sidecar.object_tier import ObjectTier, read_back
 from toprope.sidecar.values import Shard
+from toprope.store.checkpoint.manifest import sha256
 from toprope.store.digest import digest
 from toprope.store.errors import UnavailableError
-from toprope.store.fold import JobState
-from toprope.store.log import Sleep, append_steps, perform, read_log, run_steps
-from toprope.store.manifest import sha256
+from toprope.store.log.chain import Sleep, append_steps, perform, read_log, run_steps
+from toprope.store.log.fold import JobState
 from toprope.store.objects.parts import Limits
 from toprope.store.objects.protocol import ObjectStore
 from toprope.store.objects.retry import BackOff, RetryStore

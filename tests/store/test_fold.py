@@ -9,8 +9,8 @@ import pytest
 from tests.support.fake_store import FakeStore
 from tests.support.logs import SPEC, LogWriter, attempt, job, ready, uid
 
-from toprope.store.fold import JobState, violation
-from toprope.store.records import Elected, Held, Pin, Record, Retire, Struck, Taint, Unpin
+from toprope.store.log.fold import JobState, violation
+from toprope.store.log.records import Elected, Held, Pin, Record, Retire, Struck, Taint, Unpin
 
 NONCE = "0" * 32
 

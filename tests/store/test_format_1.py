@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from tests.support.stores import JobBuilder, shard_image
 
-from toprope.store.log import read_log
+from toprope.store.log.chain import read_log
+from toprope.store.look.verify import plan, verify_checkpoint, verify_facts
 from toprope.store.objects.directory import DirectoryStore
-from toprope.store.restore import restore
-from toprope.store.verify import plan, verify_checkpoint, verify_facts
+from toprope.store.transfer.restore import restore
 
 OLD = Path(__file__).parents[1] / "data" / "store-format-1"
 

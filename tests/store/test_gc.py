@@ -13,16 +13,16 @@ from tests.support.logs import uid
 from tests.support.stores import JobBuilder, small_store
 
 from toprope.store.errors import MissingObjectError, StoreError, UnavailableError
-from toprope.store.fold import JobState
-from toprope.store.gc import GcPlan, execute, survey
-from toprope.store.holds import HoldWatch, holding, in_a_thread
-from toprope.store.log import read_log
+from toprope.store.keep.gc import GcPlan, execute, survey
+from toprope.store.keep.holds import HoldWatch, holding, in_a_thread
+from toprope.store.keep.retention import parse_policy, plan_retention
+from toprope.store.log.chain import read_log
+from toprope.store.log.fold import JobState
+from toprope.store.log.records import Elected, Held, Pin, Retire
+from toprope.store.look.verify import verify_checkpoint
 from toprope.store.names import Key, hold_key, holds_prefix, snap_key
 from toprope.store.objects.protocol import ObjectStore
-from toprope.store.records import Elected, Held, Pin, Retire
-from toprope.store.restore import plan as plan_restore
-from toprope.store.retention import parse_policy, plan_retention
-from toprope.store.verify import verify_checkpoint
+from toprope.store.transfer.restore import plan as plan_restore
 
 CRASH = UnavailableError("killed")
 

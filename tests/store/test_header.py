@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from safetensors import deserialize
 
-from toprope.store.header import Written, header_bytes
+from toprope.store.checkpoint.header import Written, header_bytes
 
 
 @pytest.mark.parametrize("name", ["a" * length for length in range(1, 18)])

@@ -16,13 +16,13 @@ from hypothesis import strategies as st
 from tests.support import hostile_reader
 from tests.support.stores import small_store
 
+from toprope.store.checkpoint.shard import MAX_HEADER_BYTES, MAX_MARKS, MAX_TENSORS, parse_header
 from toprope.store.errors import CkptError, CorruptObjectError, UsageError
-from toprope.store.fold import JobState
-from toprope.store.log import apply
+from toprope.store.log.chain import apply
+from toprope.store.log.fold import JobState
 from toprope.store.names import Key
 from toprope.store.objects.directory import DirectoryStore
 from toprope.store.objects.protocol import MAX_WHOLE_BYTES
-from toprope.store.shard import MAX_HEADER_BYTES, MAX_MARKS, MAX_TENSORS, parse_header
 
 GIB = 1024**3
 LIMIT_MIB = 256

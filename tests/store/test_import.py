@@ -21,14 +21,14 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from toprope.__main__ import main
-from toprope.store.dcp_metadata import read_metadata
 from toprope.store.errors import CkptError, CorruptObjectError, UnavailableError, UsageError
-from toprope.store.importing import import_source
-from toprope.store.incoming import open_source
-from toprope.store.log import read_log
+from toprope.store.log.chain import read_log
+from toprope.store.look.show import job_names
+from toprope.store.look.verify import verify_checkpoint
 from toprope.store.names import Key
-from toprope.store.show import job_names
-from toprope.store.verify import verify_checkpoint
+from toprope.store.transfer.dcp_metadata import read_metadata
+from toprope.store.transfer.importing import import_source
+from toprope.store.transfer.incoming import open_source
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

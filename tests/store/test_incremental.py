@@ -13,20 +13,20 @@ from tests.support.fake_store import FakeStore
 from tests.support.stores import JobBuilder, adapter_image, safetensors_image, shard_image
 
 from toprope.sidecar.packing import Codec
-from toprope.store.checkpoint import read_index, read_manifest
+from toprope.store.checkpoint.files import image_chunks
+from toprope.store.checkpoint.incremental import HEAD, Grounds, kept_tensors
+from toprope.store.checkpoint.manifest import File, Index
+from toprope.store.checkpoint.ready import read_index, read_manifest
+from toprope.store.checkpoint.shard import hash_image, index_of
 from toprope.store.digest import digest
 from toprope.store.errors import CorruptObjectError, StoreError
-from toprope.store.files import image_chunks
-from toprope.store.incremental import HEAD, Grounds, kept_tensors
-from toprope.store.log import read_log
-from toprope.store.manifest import File, Index
+from toprope.store.log.chain import read_log
+from toprope.store.look.show import named_objects, read_job, xxhsum_lines
+from toprope.store.look.usage import usage
+from toprope.store.look.verify import verify_checkpoint
 from toprope.store.names import Key
 from toprope.store.objects.directory import DirectoryStore
-from toprope.store.restore import restore
-from toprope.store.shard import hash_image, index_of
-from toprope.store.show import named_objects, read_job, xxhsum_lines
-from toprope.store.usage import usage
-from toprope.store.verify import verify_checkpoint
+from toprope.store.transfer.restore import restore
 
 CODECS: tuple[Codec, ...] = ("none", "zstd")
 

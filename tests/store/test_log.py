@@ -17,8 +17,7 @@ from tests.support.logs import LogWriter, attempt, job, ready
 
 from toprope.store.conformance import ObjectStoreContract
 from toprope.store.errors import CkptError, FencedError, LogCorruptError, UnavailableError
-from toprope.store.fold import JobState
-from toprope.store.log import (
+from toprope.store.log.chain import (
     BACK_OFF_S,
     Appended,
     Call,
@@ -34,9 +33,10 @@ from toprope.store.log import (
     read_log,
     run_steps,
 )
+from toprope.store.log.fold import JobState
+from toprope.store.log.records import Elected, Job, Record, Taint
 from toprope.store.names import Key, log_key
 from toprope.store.objects.protocol import ObjectStore
-from toprope.store.records import Elected, Job, Record, Taint
 
 
 class TestFakeStore(ObjectStoreContract):

@@ -12,7 +12,7 @@ from tests.support.fake_store import FakeStore
 from tests.support.logs import LogWriter, attempt, ready
 
 from toprope.store.errors import LogCorruptError, UnavailableError
-from toprope.store.log import BACK_OFF_S, Call, Read, Sleep, append_steps, perform, read_log, run_steps
+from toprope.store.log.chain import BACK_OFF_S, Call, Read, Sleep, append_steps, perform, read_log, run_steps
 from toprope.store.names import Key, log_key
 from toprope.store.objects.directory import DirectoryStore
 

@@ -10,7 +10,7 @@ from tests.support.stores import shard_image, small_store
 
 from toprope.__main__ import main
 from toprope.store.errors import UsageError
-from toprope.store.log import read_log
+from toprope.store.log.chain import read_log
 from toprope.store.objects.directory import DirectoryStore
 from toprope.store.places import parse_place, parse_range, selected
 

@@ -13,10 +13,10 @@ import pytest
 import torch
 from tests.support.stored_state import stored
 
-from toprope.store.export import Wanted, export
-from toprope.store.leaves import NotPlainError, decode, encode
-from toprope.store.log import read_log
-from toprope.trainer_hooks.state import Parts
+from toprope.store.checkpoint.leaves import NotPlainError, decode, encode
+from toprope.store.log.chain import read_log
+from toprope.store.transfer.export import Wanted, export
+from toprope.trainer_hooks.capture.state import Parts
 
 MAKE = """
 import torch

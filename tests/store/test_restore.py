@@ -14,11 +14,11 @@ from tests.support.fake_store import FakeStore
 from tests.support.stores import JobBuilder, shard_image, small_store
 
 from toprope.store.errors import CkptError, NothingToVerifyError, StoreError, UnavailableError, UsageError
-from toprope.store.gc import execute, survey
-from toprope.store.log import read_log
+from toprope.store.keep.gc import execute, survey
+from toprope.store.log.chain import read_log
+from toprope.store.log.records import Retire, Taint
 from toprope.store.names import Key
-from toprope.store.records import Retire, Taint
-from toprope.store.restore import plan, restore
+from toprope.store.transfer.restore import plan, restore
 
 
 def spoil(store: FakeStore, *parts: str) -> None:

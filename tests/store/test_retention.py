@@ -12,9 +12,9 @@ from tests.support.fake_store import FakeStore
 from tests.support.logs import LogWriter, attempt, ready
 
 from toprope.store.errors import UsageError
-from toprope.store.fold import JobState, needed_by
-from toprope.store.records import Pin, Taint
-from toprope.store.retention import Policy, make_retire, parse_policy, plan_retention
+from toprope.store.keep.retention import Policy, make_retire, parse_policy, plan_retention
+from toprope.store.log.fold import JobState, needed_by
+from toprope.store.log.records import Pin, Taint
 
 
 def job_of(steps: Sequence[int]) -> LogWriter:

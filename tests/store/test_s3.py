@@ -35,7 +35,8 @@ from toprope.store.errors import (
     UnavailableError,
     UsageError,
 )
-from toprope.store.log import Sleep, append_steps, perform, read_log, run_steps
+from toprope.store.log.chain import Sleep, append_steps, perform, read_log, run_steps
+from toprope.store.log.records import Elected
 from toprope.store.names import Key
 from toprope.store.objects.opening import open_store, sweep_uploads
 from toprope.store.objects.parts import Limits
@@ -44,7 +45,6 @@ from toprope.store.objects.retry import BackOff
 from toprope.store.objects.s3 import S3Store
 from toprope.store.objects.s3_clients import Clients
 from toprope.store.objects.s3_location import parse_location
-from toprope.store.records import Elected
 
 KEY = Key("job/a")
 PART = 1000

@@ -14,8 +14,8 @@ from tests.support.tensor_stores import Stored, complex128, piece, pieces, read_
 
 from toprope.__main__ import main
 from toprope.store.errors import UsageError
+from toprope.store.look.sample import parse_sample
 from toprope.store.objects.directory import DirectoryStore
-from toprope.store.sample import parse_sample
 
 WEIGHT = np.arange(40, dtype="float32").reshape(8, 5)
 

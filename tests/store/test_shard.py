@@ -15,11 +15,11 @@ from safetensors import safe_open
 from tests.support.logs import JOB_UID, uid
 from tests.support.stores import safetensors_image, shard_image
 
-from toprope.store import shard
+from toprope.store.checkpoint import shard
+from toprope.store.checkpoint.shard import hash_image, header_length, identity_of, index_of, parse_header
 from toprope.store.digest import digest
 from toprope.store.errors import CorruptObjectError
 from toprope.store.names import Key
-from toprope.store.shard import hash_image, header_length, identity_of, index_of, parse_header
 
 GOOD = shard_image(step=7, rank=1)
 KEY = Key("job/shards/x.safetensors")
@@ -192,7 +192,7 @@ def test_random_bytes_are_refused_and_nothing_else_is_raised(body: bytes) -> Non
 def test_the_largest_header_that_is_believed_takes_little_memory() -> None:
     program = """
 import json, pathlib, re, struct
-from toprope.store import shard
+from toprope.store.checkpoint import shard
 entries = {f"t{at:05d}": {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]} for at in range(shard.MAX_TENSORS)}
 text = json.dumps({"__metadata__": {}, **entries}).encode().ljust(shard.MAX_HEADER_BYTES)
 del entries

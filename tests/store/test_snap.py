@@ -8,12 +8,12 @@ import pytest
 from tests.support.fake_store import FakeStore
 from tests.support.logs import LogWriter, attempt, ready, uid
 
-from toprope.store.fold import JobState
-from toprope.store.log import read_log, read_on
+from toprope.store.log.chain import read_log, read_on
+from toprope.store.log.fold import JobState
+from toprope.store.log.records import Held, Pin, Retire, Struck, Taint
+from toprope.store.log.snap import decode, encode, newest_snap, put_snap
+from toprope.store.look.show import read_state
 from toprope.store.names import Key, log_key, snap_key
-from toprope.store.records import Held, Pin, Retire, Struck, Taint
-from toprope.store.show import read_state
-from toprope.store.snap import decode, encode, newest_snap, put_snap
 
 
 class CountingStore(FakeStore):

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 from toprope.__main__ import main
 from toprope.store.objects.directory import DirectoryStore
-from toprope.store.torch_formats import dcp_write
+from toprope.store.transfer.torch_formats import dcp_write
 
 WEIGHT = np.arange(40, dtype="float32").reshape(8, 5)
 COLUMNS = np.arange(24, dtype="float64").reshape(4, 6)

@@ -11,11 +11,11 @@ from tests.support.stores import JobBuilder, small_store
 
 from toprope.__main__ import main
 from toprope.store.errors import UsageError
+from toprope.store.log.records import Retire
+from toprope.store.look.usage import damages, usage
 from toprope.store.names import Key
 from toprope.store.objects.directory import DirectoryStore
 from toprope.store.objects.opening import open_store
-from toprope.store.records import Retire
-from toprope.store.usage import damages, usage
 
 
 def weight(store: FakeStore, *parts: str) -> int:

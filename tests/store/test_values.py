@@ -9,7 +9,7 @@ import struct
 import numpy as np
 import pytest
 
-from toprope.store.values import Apart, comparison, plainly, with_numpy
+from toprope.store.look.values import Apart, comparison, plainly, with_numpy
 
 DTYPES = {
     "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "I16": 2, "U16": 2, "F16": 2, "BF16": 2, "I32": 4,

@@ -10,15 +10,17 @@ from tests.support.fake_store import FakeStore
 from tests.support.stores import JobBuilder, adapter_image, small_store
 
 from toprope.sidecar.packing import Codec
-from toprope.store import checkpoint, digest, shard
-from toprope.store.checkpoint import check_places, read_index, read_index_at, read_manifest
+from toprope.store import digest
+from toprope.store.checkpoint import ready as checkpoint
+from toprope.store.checkpoint import shard
+from toprope.store.checkpoint.manifest import Index, Manifest, Packed
+from toprope.store.checkpoint.ready import check_places, read_index, read_index_at, read_manifest
 from toprope.store.errors import CorruptObjectError, NothingToVerifyError, UnavailableError
-from toprope.store.log import read_log
-from toprope.store.manifest import Index, Manifest, Packed
+from toprope.store.log.chain import read_log
+from toprope.store.log.records import Retire
+from toprope.store.look.show import named_objects, read_job, xxhsum_lines
+from toprope.store.look.verify import plan, verify_checkpoint, verify_facts
 from toprope.store.names import Key
-from toprope.store.records import Retire
-from toprope.store.show import named_objects, read_job, xxhsum_lines
-from toprope.store.verify import plan, verify_checkpoint, verify_facts
 
 
 def the_key(store: FakeStore, *parts: str) -> Key:

@@ -21,21 +21,21 @@ from toprope.__main__ import main
 from toprope.coordinator.config import Config
 from toprope.coordinator.settings import Address
 from toprope.coordinator.wire import Cadence
-from toprope.store.changes import append_in_passing
 from toprope.store.errors import UsageError
-from toprope.store.fold import JobState
-from toprope.store.gc import execute, survey
-from toprope.store.log import read_log
+from toprope.store.keep.changes import append_in_passing
+from toprope.store.keep.gc import execute, survey
+from toprope.store.keep.purging import delete
+from toprope.store.keep.retention import make_retire
+from toprope.store.log.chain import read_log
+from toprope.store.log.fold import JobState
+from toprope.store.log.records import Ready, Record, Retire
+from toprope.store.look.show import checkpoint_lines, named_objects, read_job
+from toprope.store.look.usage import usage
+from toprope.store.look.verify import verify_checkpoint
 from toprope.store.names import Key
 from toprope.store.objects.directory import DirectoryStore
 from toprope.store.objects.opening import open_store
-from toprope.store.purging import delete
-from toprope.store.records import Ready, Record, Retire
-from toprope.store.restore import plan
-from toprope.store.retention import make_retire
-from toprope.store.show import checkpoint_lines, named_objects, read_job
-from toprope.store.usage import usage
-from toprope.store.verify import verify_checkpoint
+from toprope.store.transfer.restore import plan
 
 MANY = 1205
 NOW_S = 1_800_000_000

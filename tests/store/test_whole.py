@@ -12,11 +12,11 @@ from msgspec.structs import replace
 from tests.support.fake_store import FakeStore
 from tests.support.tensor_stores import Stored, Tensors, piece, pieces, tensor_job, whole
 
-from toprope.store import assemble
-from toprope.store.assemble import read_indexes, tensor_bytes
+from toprope.store.checkpoint import assemble
+from toprope.store.checkpoint.assemble import read_indexes, tensor_bytes
+from toprope.store.checkpoint.whole import Whole, bands, common, gather, runs, untiled
 from toprope.store.errors import CorruptObjectError
-from toprope.store.log import read_log
-from toprope.store.whole import Whole, bands, common, gather, runs, untiled
+from toprope.store.log.chain import read_log
 
 
 def gathered(tensors: Tensors, *, world: int) -> tuple[FakeStore, dict[str, Whole]]:

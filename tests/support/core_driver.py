@@ -13,8 +13,8 @@ from toprope.sidecar.core import Core
 from toprope.sidecar.effects import Effect
 from toprope.sidecar.events import Event
 from toprope.sidecar.values import Identity, Shard, SlotSight
-from toprope.trainer_hooks import wire
-from toprope.trainer_hooks.slot import Page, SlotState
+from toprope.trainer_hooks.link import wire
+from toprope.trainer_hooks.link.slot import Page, SlotState
 
 JOB_UID = "0b" * 16
 UID = "1a" * 16

@@ -20,8 +20,8 @@ from typing import Self
 
 import xxhash
 
-from toprope.trainer_hooks import wire
-from toprope.trainer_hooks.slot import Page, SlotPaths, SlotState, read_page, slot_paths, write_page
+from toprope.trainer_hooks.link import wire
+from toprope.trainer_hooks.link.slot import Page, SlotPaths, SlotState, read_page, slot_paths, write_page
 
 JOB_UID = "0b" * 16
 NODE = "n1"

@@ -9,11 +9,11 @@ from typing import Any
 from tests.support.tiny_trainer import METADATA, open_image, snapshot_file
 from torch import nn
 
-from toprope.trainer_hooks.fitting import Fit, fit
-from toprope.trainer_hooks.image import Image
-from toprope.trainer_hooks.names import names_of, union
-from toprope.trainer_hooks.relaxing import Allowed
-from toprope.trainer_hooks.state import Parts, capture
+from toprope.trainer_hooks.capture.names import names_of, union
+from toprope.trainer_hooks.capture.state import Parts, capture
+from toprope.trainer_hooks.image.shard import Image
+from toprope.trainer_hooks.restore.fitting import Fit, fit
+from toprope.trainer_hooks.restore.relaxing import Allowed
 
 
 class Files:

@@ -9,12 +9,12 @@ import json
 import sys
 from pathlib import Path
 
+from toprope.store.checkpoint.shard import header_length, parse_header
 from toprope.store.errors import CkptError
+from toprope.store.look.show import read_job
+from toprope.store.look.verify import plan, verify_checkpoint, verify_facts
 from toprope.store.objects.directory import DirectoryStore
-from toprope.store.restore import restore
-from toprope.store.shard import header_length, parse_header
-from toprope.store.show import read_job
-from toprope.store.verify import plan, verify_checkpoint, verify_facts
+from toprope.store.transfer.restore import restore
 
 
 def main(*roots: str) -> None:

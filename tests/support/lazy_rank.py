@@ -19,10 +19,10 @@ from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
-from toprope.trainer_hooks.fsdp import shards_of
-from toprope.trainer_hooks.image import MappedFile, plan_image, write_image
-from toprope.trainer_hooks.lazy import PROOFS, Lazy
-from toprope.trainer_hooks.state import Parts, capture
+from toprope.trainer_hooks.capture.fsdp import shards_of
+from toprope.trainer_hooks.capture.state import Parts, capture
+from toprope.trainer_hooks.image.shard import MappedFile, plan_image, write_image
+from toprope.trainer_hooks.save.lazy import PROOFS, Lazy
 
 WORLD = 2
 WIDTH = 256

@@ -13,9 +13,9 @@ from tests.support.tiny_trainer import open_image, raw
 from torch import nn
 
 from toprope.trainer_hooks import Checkpointer
-from toprope.trainer_hooks.copying import Copier
-from toprope.trainer_hooks.lazy import PROOFS, _Part
-from toprope.trainer_hooks.state import Parts, capture
+from toprope.trainer_hooks.capture.state import Parts, capture
+from toprope.trainer_hooks.image.copying import Copier
+from toprope.trainer_hooks.save.lazy import PROOFS, _Part
 
 Golden = tuple[bytes, dict[str, bytes]]
 

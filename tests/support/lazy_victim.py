@@ -18,8 +18,9 @@ from tests.support.job_in_training import JOB
 from tests.support.lazy_trial import Net
 from tests.support.tiny_trainer import raw
 
-from toprope.trainer_hooks import Checkpointer, lazy
-from toprope.trainer_hooks.state import Parts, capture
+from toprope.trainer_hooks import Checkpointer
+from toprope.trainer_hooks.capture.state import Parts, capture
+from toprope.trainer_hooks.save import lazy
 
 LAZY = 2
 """How many lazy snapshots come before the one that is not finished."""

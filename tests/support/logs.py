@@ -5,10 +5,10 @@ from __future__ import annotations
 import functools
 from typing import TypedDict, Unpack
 
-from toprope.store.fold import JobState
-from toprope.store.log import append
+from toprope.store.log.chain import append
+from toprope.store.log.fold import JobState
+from toprope.store.log.records import Attempt, Elected, Held, Job, Ready, Record, Struck
 from toprope.store.objects.protocol import ObjectStore
-from toprope.store.records import Attempt, Elected, Held, Job, Ready, Record, Struck
 
 JOB_UID = "0b" * 16
 SPEC = "5e" * 32

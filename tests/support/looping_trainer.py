@@ -7,9 +7,10 @@ import time
 import torch
 
 from toprope.chaos.killpoints import points_from_env
-from toprope.trainer_hooks import saving, sealing
 from toprope.trainer_hooks.checkpointer import Checkpointer
-from toprope.trainer_hooks.session import Session
+from toprope.trainer_hooks.link import sealing
+from toprope.trainer_hooks.link.session import Session
+from toprope.trainer_hooks.save import saving
 
 STEP_S = 0.02
 

@@ -57,10 +57,10 @@ from toprope.coordinator.wire import (
     Skip,
     Tier,
 )
-from toprope.store import manifest
-from toprope.store.fold import JobState
-from toprope.store.log import append
-from toprope.store.records import AttemptFacts, Base, Elected, Job, Record
+from toprope.store.checkpoint import manifest
+from toprope.store.log.chain import append
+from toprope.store.log.fold import JobState
+from toprope.store.log.records import AttemptFacts, Base, Elected, Job, Record
 
 JOB = "job"
 SPEC = {"model": {"w": ["float32", [4]]}}

@@ -21,13 +21,13 @@ from tests.support.tiny_trainer import METADATA, open_image, raw, snapshot_file
 from torch import distributed
 
 from toprope.trainer_hooks import Checkpointer, one_line_errors
-from toprope.trainer_hooks.apply import apply
+from toprope.trainer_hooks.capture.names import names_of, of_all, union
+from toprope.trainer_hooks.capture.state import Parts, capture
 from toprope.trainer_hooks.errors import UsageError
-from toprope.trainer_hooks.fitting import fit
-from toprope.trainer_hooks.image import Image
+from toprope.trainer_hooks.image.shard import Image
 from toprope.trainer_hooks.launch import this_world
-from toprope.trainer_hooks.names import names_of, of_all, union
-from toprope.trainer_hooks.state import Parts, capture
+from toprope.trainer_hooks.restore.apply import apply
+from toprope.trainer_hooks.restore.fitting import fit
 
 
 class Saved:

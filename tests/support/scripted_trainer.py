@@ -18,8 +18,8 @@ from typing import Self, TypeVar
 
 from tests.support.coordinator_stub import JOB_UID, CoordinatorStub
 
-from toprope.trainer_hooks import wire
-from toprope.trainer_hooks.slot import Page, SlotState, write_page
+from toprope.trainer_hooks.link import wire
+from toprope.trainer_hooks.link.slot import Page, SlotState, write_page
 
 PATIENCE_S = 20.0
 F = TypeVar("F", bound=wire.FromSidecar)

@@ -22,11 +22,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from toprope.trainer_hooks.apply import apply, check
+from toprope.trainer_hooks.capture.spec import spec_of
+from toprope.trainer_hooks.capture.state import Parts, Snapshot, capture
 from toprope.trainer_hooks.errors import UsageError
-from toprope.trainer_hooks.image import Image
-from toprope.trainer_hooks.spec import spec_of
-from toprope.trainer_hooks.state import Parts, Snapshot, capture
+from toprope.trainer_hooks.image.shard import Image
+from toprope.trainer_hooks.restore.apply import apply, check
 
 _held: list[Trainer] = []
 """Trainers that see the process group go. They last until the process ends without a clean-up: letting go of such a DDP

@@ -10,12 +10,12 @@ from tests.support.logs import uid
 from tests.support.stores import JobBuilder
 from tests.support.tiny_trainer import open_image, snapshot_file
 
-from toprope.store.log import read_log
-from toprope.store.restore import restore
-from toprope.store.verify import plan, verify_checkpoint
-from toprope.trainer_hooks.apply import apply, check
-from toprope.trainer_hooks.image import Image
-from toprope.trainer_hooks.state import Parts, capture
+from toprope.store.log.chain import read_log
+from toprope.store.look.verify import plan, verify_checkpoint
+from toprope.store.transfer.restore import restore
+from toprope.trainer_hooks.capture.state import Parts, capture
+from toprope.trainer_hooks.image.shard import Image
+from toprope.trainer_hooks.restore.apply import apply, check
 
 STEP = 10
 

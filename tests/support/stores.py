@@ -13,13 +13,13 @@ from tests.support.logs import JOB_UID, LogWriter, attempt, job, ready, uid
 from toprope.sidecar.object_tier import ObjectTier
 from toprope.sidecar.packing import Codec
 from toprope.sidecar.values import Shard as Snapshot
+from toprope.store.checkpoint.manifest import Index, Manifest, Shard, encode, sha256
+from toprope.store.checkpoint.shard import hash_image, index_of, parse_header
 from toprope.store.digest import digest
 from toprope.store.errors import AlreadyExistsError
-from toprope.store.manifest import Index, Manifest, Shard, encode, sha256
+from toprope.store.log.records import AttemptFacts, Elected, Held, Member
 from toprope.store.names import Key, facts_key, index_key, manifest_key, shard_key
 from toprope.store.objects.protocol import ObjectStore
-from toprope.store.records import AttemptFacts, Elected, Held, Member
-from toprope.store.shard import hash_image, index_of, parse_header
 
 
 def shard_image(*, step: int, rank: int, world: int = 2, number: int = 1, job_uid: str = JOB_UID) -> bytes:

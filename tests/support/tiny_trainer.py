@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from toprope.trainer_hooks.apply import Loaded, apply, check
-from toprope.trainer_hooks.image import Image, MappedFile, Piece, plan_image, write_image
-from toprope.trainer_hooks.state import Parts, capture
+from toprope.trainer_hooks.capture.state import Parts, capture
+from toprope.trainer_hooks.image.shard import Image, MappedFile, Piece, plan_image, write_image
+from toprope.trainer_hooks.restore.apply import Loaded, apply, check
 
 
 class Shuffled:

@@ -14,11 +14,11 @@ import torch
 from tests.support.tiny_trainer import METADATA, Tiny, checked, load, raw, save, snapshot_file, tiny
 from torch import nn
 
-from toprope.trainer_hooks.apply import check
+from toprope.trainer_hooks.capture.rng import set_streams, streams
+from toprope.trainer_hooks.capture.state import Parts, capture
 from toprope.trainer_hooks.errors import StateMismatchError, UnsupportedLeafError, UsageError, WorldMismatchError
-from toprope.trainer_hooks.image import Image
-from toprope.trainer_hooks.rng import set_streams, streams
-from toprope.trainer_hooks.state import Parts, capture
+from toprope.trainer_hooks.image.shard import Image
+from toprope.trainer_hooks.restore.apply import check
 
 
 def _trained(steps: int = 3, seed: int = 1) -> Tiny:

@@ -36,8 +36,8 @@ from toprope.trainer_hooks import (
 from toprope.trainer_hooks import (
     checkpointer as checkpointer_module,
 )
-from toprope.trainer_hooks.image import write_image
-from toprope.trainer_hooks.slot import Page, SlotState, read_page, write_page
+from toprope.trainer_hooks.image.shard import write_image
+from toprope.trainer_hooks.link.slot import Page, SlotState, read_page, write_page
 
 
 @pytest.fixture
@@ -578,7 +578,8 @@ def test_a_script_can_end_with_one_line_and_the_right_status() -> None:
 
 
 def test_the_frames_load_no_torch() -> None:
-    code = "import sys, toprope.trainer_hooks.wire, toprope.trainer_hooks.slot; assert 'torch' not in sys.modules"
+    frames = "toprope.trainer_hooks.link.wire, toprope.trainer_hooks.link.slot"
+    code = f"import sys, {frames}; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset
 from torchdata.stateful_dataloader import StatefulDataLoader  # type: ignore[import-untyped]
 
 from toprope.trainer_hooks import Checkpointer
-from toprope.trainer_hooks.state import Parts
+from toprope.trainer_hooks.capture.state import Parts
 
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torch 2.13 warns of its own call
 SAMPLES, BATCH = 64, 4

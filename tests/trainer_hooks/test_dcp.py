@@ -23,13 +23,14 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
-from toprope.trainer_hooks import SupersededError, UsageError, wire
+from toprope.trainer_hooks import SupersededError, UsageError
 from toprope.trainer_hooks.dcp import Attempt, StorageReader, StorageWriter, step_of
-from toprope.trainer_hooks.dcp_content import contents_of
+from toprope.trainer_hooks.dcp.content import contents_of
 from toprope.trainer_hooks.errors import StateMismatchError
-from toprope.trainer_hooks.image import Image, Piece
+from toprope.trainer_hooks.image.shard import Image, Piece
 from toprope.trainer_hooks.launch import World
-from toprope.trainer_hooks.slot import SlotState, read_page, write_page
+from toprope.trainer_hooks.link import wire
+from toprope.trainer_hooks.link.slot import SlotState, read_page, write_page
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 State = dict[str, Any]

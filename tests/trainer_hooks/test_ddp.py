@@ -16,7 +16,7 @@ from tests.support.services import Process
 from tests.support.source import ROOT
 from tests.support.tiny_trainer import open_image, tiny
 
-from toprope.trainer_hooks.image import DOCUMENT, Image
+from toprope.trainer_hooks.image.shard import DOCUMENT, Image
 
 
 @dataclass(frozen=True)

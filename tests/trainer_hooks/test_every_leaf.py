@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 from tests.support.tiny_trainer import assert_same_tensor, load, raw, save
 from torch import nn
 
+from toprope.trainer_hooks.capture.state import Parts, capture
 from toprope.trainer_hooks.errors import StateMismatchError, UnsupportedLeafError
-from toprope.trainer_hooks.image import _AS_BYTES, _SAFETENSORS, check_tensor
-from toprope.trainer_hooks.state import Parts, capture
-from toprope.trainer_hooks.tree import Decoder, Encoder
+from toprope.trainer_hooks.image.shard import _AS_BYTES, _SAFETENSORS, check_tensor
+from toprope.trainer_hooks.image.tree import Decoder, Encoder
 
 KEPT = [*_SAFETENSORS, *_AS_BYTES]
 EVERY_DTYPE = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)

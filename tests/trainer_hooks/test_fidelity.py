@@ -11,13 +11,13 @@ from tests.support.stored_state import restored, stored, verified_images
 from tests.support.tiny_trainer import assert_same_tensor, checked, load, raw, save
 from torch import nn
 
-from toprope.store.checkpoint import read_index, read_manifest
-from toprope.store.log import read_log
+from toprope.store.checkpoint.ready import read_index, read_manifest
+from toprope.store.log.chain import read_log
+from toprope.store.look.verify import plan
 from toprope.store.names import Key
-from toprope.store.verify import plan
+from toprope.trainer_hooks.capture.state import Parts, capture
 from toprope.trainer_hooks.errors import StateMismatchError, UnsupportedLeafError
-from toprope.trainer_hooks.inplace import can_hold
-from toprope.trainer_hooks.state import Parts, capture
+from toprope.trainer_hooks.image.inplace import can_hold
 
 KIB = 1024
 REAL_OF = {torch.complex32: torch.float16, torch.complex64: torch.float32, torch.complex128: torch.float64}

@@ -11,11 +11,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from toprope.trainer_hooks.blocks import run_of
-from toprope.trainer_hooks.flattened import unflattened
-from toprope.trainer_hooks.image import Extent, Piece
-from toprope.trainer_hooks.merging import Merger
-from toprope.trainer_hooks.reader import ShardReader, Target
+from toprope.trainer_hooks.image.shard import Extent, Piece
+from toprope.trainer_hooks.restore.blocks import run_of
+from toprope.trainer_hooks.restore.flattened import unflattened
+from toprope.trainer_hooks.restore.merging import Merger
+from toprope.trainer_hooks.restore.reader import ShardReader, Target
 
 NAME = "m._flat_param"
 FLAT, MOMENT, COUNT = f"model.{NAME}", f"optimizer.state.{NAME}.exp_avg", f"optimizer.state.{NAME}.step"

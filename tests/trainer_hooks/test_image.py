@@ -13,11 +13,11 @@ import torch
 from tests.support.tiny_trainer import METADATA, assert_same_tensor, open_image, raw, snapshot_file
 from torch import nn
 
-from toprope.store import shard
-from toprope.store.shard import identity_of, parse_header
-from toprope.trainer_hooks import image
+from toprope.store.checkpoint import shard
+from toprope.store.checkpoint.shard import identity_of, parse_header
 from toprope.trainer_hooks.errors import StateMismatchError, UnsupportedLeafError
-from toprope.trainer_hooks.image import (
+from toprope.trainer_hooks.image import shard as image
+from toprope.trainer_hooks.image.shard import (
     _AS_BYTES,
     _SAFETENSORS,
     Image,

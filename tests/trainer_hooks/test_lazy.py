@@ -16,9 +16,12 @@ from tests.support.lazy_trial import HeldCopier, Net, Trial
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
-from toprope.trainer_hooks import HookError, cuda, fence, lazy, wire
-from toprope.trainer_hooks.slot import SlotState, read_page
-from toprope.trainer_hooks.state import Parts, capture
+from toprope.trainer_hooks import HookError
+from toprope.trainer_hooks.capture.state import Parts, capture
+from toprope.trainer_hooks.image import cuda
+from toprope.trainer_hooks.link import wire
+from toprope.trainer_hooks.link.slot import SlotState, read_page
+from toprope.trainer_hooks.save import fence, lazy
 
 
 @pytest.fixture

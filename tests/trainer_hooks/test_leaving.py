@@ -14,11 +14,12 @@ import pytest
 from tests.support.fake_sidecar import FakeSidecar
 from tests.support.tiny_trainer import Tiny, load, tiny
 
-from toprope.trainer_hooks import Checkpointer, PreemptedError, UsageError, wire
-from toprope.trainer_hooks.leaving import steps_ahead
-from toprope.trainer_hooks.saving import Saver
-from toprope.trainer_hooks.session import Session
-from toprope.trainer_hooks.slot import read_page
+from toprope.trainer_hooks import Checkpointer, PreemptedError, UsageError
+from toprope.trainer_hooks.link import wire
+from toprope.trainer_hooks.link.session import Session
+from toprope.trainer_hooks.link.slot import read_page
+from toprope.trainer_hooks.save.leaving import steps_ahead
+from toprope.trainer_hooks.save.saving import Saver
 
 EVERY = 100
 """No step of these tests is due by itself."""

@@ -10,8 +10,8 @@ import torch
 from tests.support.tiny_trainer import Tiny, tiny
 from torch import nn
 
-from toprope.trainer_hooks import state
-from toprope.trainer_hooks.state import Memory, Parts, Snapshot, capture
+from toprope.trainer_hooks.capture import state
+from toprope.trainer_hooks.capture.state import Memory, Parts, Snapshot, capture
 
 
 def _set(trainer: Tiny, tensor: torch.Tensor) -> None:

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from tests.support.tiny_trainer import assert_same_tensor, load, save
 from torch import nn
 
+from toprope.trainer_hooks.capture.layout import owners
+from toprope.trainer_hooks.capture.modules import model_state
+from toprope.trainer_hooks.capture.spec import spec_of
+from toprope.trainer_hooks.capture.state import Parts, capture
 from toprope.trainer_hooks.errors import UnsupportedLeafError, UsageError
-from toprope.trainer_hooks.layout import owners
-from toprope.trainer_hooks.modules import model_state
-from toprope.trainer_hooks.spec import spec_of
-from toprope.trainer_hooks.state import Parts, capture
 
 
 def test_a_tied_weight_is_stored_once_and_stays_tied(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from tests.support.tiny_trainer import METADATA, checked, load, open_image, raw,
 from torch import nn
 
 from toprope.trainer_hooks import Checkpointer, StateMismatchError, UnsupportedLeafError
-from toprope.trainer_hooks.state import Parts, capture
+from toprope.trainer_hooks.capture.state import Parts, capture
 
 Pair = namedtuple("Pair", "a b")  # noqa: PYI024 - the untyped kind is what users have
 RAN: list[str] = []

@@ -11,9 +11,9 @@ from tests.support.fitted_states import fitted, linear, saved
 from tests.support.tiny_trainer import assert_same_tensor
 from torch import nn
 
-from toprope.trainer_hooks.apply import apply
 from toprope.trainer_hooks.errors import UsageError
-from toprope.trainer_hooks.relaxing import Allowed, Report
+from toprope.trainer_hooks.restore.apply import apply
+from toprope.trainer_hooks.restore.relaxing import Allowed, Report
 
 PARTIAL, CAST = Allowed(partial=True), Allowed(cast=True)
 

@@ -15,12 +15,12 @@ from tests.support.fitted_states import Files, fitted, saved
 from tests.support.tiny_trainer import assert_same_tensor
 from torch import nn
 
-from toprope.trainer_hooks.apply import apply
+from toprope.trainer_hooks.capture.replicated import check_equal, check_on_all
+from toprope.trainer_hooks.capture.state import Parts
 from toprope.trainer_hooks.errors import UsageError
-from toprope.trainer_hooks.image import Image
+from toprope.trainer_hooks.image.shard import Image
 from toprope.trainer_hooks.launch import World
-from toprope.trainer_hooks.replicated import check_equal, check_on_all
-from toprope.trainer_hooks.state import Parts
+from toprope.trainer_hooks.restore.apply import apply
 
 
 class Layer(nn.Module):

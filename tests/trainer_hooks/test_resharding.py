@@ -22,16 +22,16 @@ from toprope.chaos.live.forking import ForkServer
 from toprope.chaos.live.processes import become_subreaper
 from toprope.chaos.live.ranks import World
 from toprope.store.digest import digest
-from toprope.trainer_hooks import wire
-from toprope.trainer_hooks.apply import apply
-from toprope.trainer_hooks.blocks import Block, gap_in, run_of
+from toprope.trainer_hooks.capture.names import joined, names_of, union
+from toprope.trainer_hooks.capture.state import Parts
 from toprope.trainer_hooks.errors import WorldMismatchError
-from toprope.trainer_hooks.fitting import fit
-from toprope.trainer_hooks.image import Image
-from toprope.trainer_hooks.names import joined, names_of, union
-from toprope.trainer_hooks.reader import ShardReader, Stored, Target, Whole
-from toprope.trainer_hooks.source import SourceError, StagedImage, StagedSource
-from toprope.trainer_hooks.state import Parts
+from toprope.trainer_hooks.image.shard import Image
+from toprope.trainer_hooks.link import wire
+from toprope.trainer_hooks.link.source import SourceError, StagedImage, StagedSource
+from toprope.trainer_hooks.restore.apply import apply
+from toprope.trainer_hooks.restore.blocks import Block, gap_in, run_of
+from toprope.trainer_hooks.restore.fitting import fit
+from toprope.trainer_hooks.restore.reader import ShardReader, Stored, Target, Whole
 
 # Blocks
 
@@ -311,7 +311,7 @@ INTO: dict[str, tuple[str, ...]] = {
 def warm() -> Iterator[ForkServer]:
     become_subreaper()
     with ForkServer(
-        "tests.support.resharding_rank", "torch._dynamo", "toprope.trainer_hooks.resharding", path=[ROOT]
+        "tests.support.resharding_rank", "torch._dynamo", "toprope.trainer_hooks.restore.resharding", path=[ROOT]
     ) as server:
         yield server
 

@@ -13,14 +13,14 @@ import torch
 from tests.support.fitted_states import fitted, linear, saved
 from torch import nn
 
-from toprope.trainer_hooks import wire
-from toprope.trainer_hooks.entering import Entry
+from toprope.trainer_hooks.capture.rng import derive_streams, set_streams, streams
+from toprope.trainer_hooks.capture.state import Parts
 from toprope.trainer_hooks.launch import World
-from toprope.trainer_hooks.relaxing import Allowed
-from toprope.trainer_hooks.restoring import Restorer
-from toprope.trainer_hooks.rng import derive_streams, set_streams, streams
-from toprope.trainer_hooks.session import Session
-from toprope.trainer_hooks.state import Parts
+from toprope.trainer_hooks.link import wire
+from toprope.trainer_hooks.link.session import Session
+from toprope.trainer_hooks.restore.entering import Entry
+from toprope.trainer_hooks.restore.relaxing import Allowed
+from toprope.trainer_hooks.restore.restoring import Restorer
 
 
 def drawn(*, seed: int | str = 7, step: int = 3, rank: int = 0) -> tuple[float, float, float, float]:

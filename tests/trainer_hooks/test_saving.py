@@ -10,9 +10,10 @@ import torch
 from tests.support.fake_sidecar import FakeSidecar, Peer
 from tests.support.tiny_trainer import Tiny, load, open_image, tiny
 
-from toprope.trainer_hooks import Checkpointer, HookError, RestoreError, SidecarUnavailableError, wire
-from toprope.trainer_hooks.ending import Level, reaches
-from toprope.trainer_hooks.slot import SlotState, read_page
+from toprope.trainer_hooks import Checkpointer, HookError, RestoreError, SidecarUnavailableError
+from toprope.trainer_hooks.link import wire
+from toprope.trainer_hooks.link.slot import SlotState, read_page
+from toprope.trainer_hooks.save.ending import Level, reaches
 
 
 @pytest.fixture

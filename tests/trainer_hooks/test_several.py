@@ -11,10 +11,10 @@ from safetensors import safe_open
 from tests.support.tiny_trainer import METADATA, assert_same_tensor, checked, load, open_image, raw, save, snapshot_file
 from torch import nn
 
-from toprope.trainer_hooks.apply import apply, check
+from toprope.trainer_hooks.capture.spec import spec_of
+from toprope.trainer_hooks.capture.state import Parts, capture
 from toprope.trainer_hooks.errors import StateMismatchError, UsageError
-from toprope.trainer_hooks.spec import spec_of
-from toprope.trainer_hooks.state import Parts, capture
+from toprope.trainer_hooks.restore.apply import apply, check
 
 
 class Gan:

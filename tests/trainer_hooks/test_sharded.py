@@ -17,9 +17,9 @@ from tests.support.tiny_trainer import assert_same_tensor, open_image
 
 from toprope.chaos.live.forking import ForkServer
 from toprope.chaos.live.ranks import World
-from toprope.store.manifest import Index
+from toprope.store.checkpoint.manifest import Index
+from toprope.store.checkpoint.shard import hash_image, index_of
 from toprope.store.names import Key
-from toprope.store.shard import hash_image, index_of
 
 WORLD = 4
 

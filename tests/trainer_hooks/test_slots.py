@@ -16,10 +16,10 @@ import pytest
 import torch
 from tests.support.tiny_trainer import METADATA
 
-from toprope.trainer_hooks import wire
-from toprope.trainer_hooks.image import MappedFile, plan_image, write_image
-from toprope.trainer_hooks.slot import CELL_BYTES, Page, SlotState, lock_holder, read_page, write_page
-from toprope.trainer_hooks.slots import LentSlots, SlotLockedError, hold_lock
+from toprope.trainer_hooks.image.shard import MappedFile, plan_image, write_image
+from toprope.trainer_hooks.link import wire
+from toprope.trainer_hooks.link.slot import CELL_BYTES, Page, SlotState, lock_holder, read_page, write_page
+from toprope.trainer_hooks.link.slots import LentSlots, SlotLockedError, hold_lock
 
 
 def _slot(directory: Path, number: int = 0, seq: int = 1, size: int = 4096) -> wire.Slot:
@@ -40,7 +40,7 @@ def _slot(directory: Path, number: int = 0, seq: int = 1, size: int = 4096) -> w
 def _holder(path: Path) -> str:
     """Ask from another process who holds the lock: in this one, looking would lose it."""
     code = (
-        "import pathlib, sys; from toprope.trainer_hooks.slot import lock_holder\n"
+        "import pathlib, sys; from toprope.trainer_hooks.link.slot import lock_holder\n"
         "print(lock_holder(pathlib.Path(sys.argv[1])))"
     )
     return subprocess.run(

@@ -15,12 +15,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.support.tiny_trainer import METADATA, snapshot_file
 
-from toprope.store.manifest import Tensor
+from toprope.store.checkpoint.manifest import Tensor
+from toprope.store.checkpoint.shard import hash_image, index_of
 from toprope.store.names import Key
-from toprope.store.shard import hash_image, index_of
+from toprope.trainer_hooks.capture.spread import LayoutError, Mesh, Spread, block_of, replicas_of, spread_from
 from toprope.trainer_hooks.errors import StateMismatchError
-from toprope.trainer_hooks.image import Piece
-from toprope.trainer_hooks.spread import LayoutError, Mesh, Spread, block_of, replicas_of, spread_from
+from toprope.trainer_hooks.image.shard import Piece
 
 
 def spreads(shape: tuple[int, ...], mesh: tuple[int, ...], placements: tuple[str, ...]) -> list[Spread]:

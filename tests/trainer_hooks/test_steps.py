@@ -13,8 +13,9 @@ from tests.support.fake_sidecar import FakeSidecar
 from tests.support.tiny_trainer import Tiny, raw, tiny
 from torch import nn
 
-from toprope.trainer_hooks import Checkpointer, HookError, wire
-from toprope.trainer_hooks.image import Image
+from toprope.trainer_hooks import Checkpointer, HookError
+from toprope.trainer_hooks.image.shard import Image
+from toprope.trainer_hooks.link import wire
 
 
 @pytest.fixture

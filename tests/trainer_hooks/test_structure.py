@@ -30,10 +30,10 @@ from torch._C import _distributed_c10d as c10d
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn.utils import parametrizations
 
+from toprope.trainer_hooks.capture.modules import model_state
+from toprope.trainer_hooks.capture.spec import spec_of
+from toprope.trainer_hooks.capture.state import Parts, capture
 from toprope.trainer_hooks.errors import StateMismatchError, UnsupportedLeafError
-from toprope.trainer_hooks.modules import model_state
-from toprope.trainer_hooks.spec import spec_of
-from toprope.trainer_hooks.state import Parts, capture
 
 
 @pytest.mark.fault("B03")

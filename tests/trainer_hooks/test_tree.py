@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from toprope.trainer_hooks.errors import StateMismatchError, UnsupportedLeafError
-from toprope.trainer_hooks.tree import MAX_DEPTH, Decoder, Encoder
+from toprope.trainer_hooks.image.tree import MAX_DEPTH, Decoder, Encoder
 
 
 def _no_tensor(name: str, tensor: torch.Tensor) -> dict[str, Any]:

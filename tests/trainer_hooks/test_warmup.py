@@ -23,7 +23,7 @@ from toprope.chaos.live.forking import ForkServer
 from toprope.chaos.live.processes import wait_until
 from toprope.chaos.live.ranks import World
 from toprope.trainer_hooks import Checkpointer, ElasticSampler, UsageError
-from toprope.trainer_hooks.state import Parts
+from toprope.trainer_hooks.capture.state import Parts
 from toprope.trainer_hooks.warmup import warm_up
 
 

@@ -14,15 +14,15 @@ from tests.support.fitted_states import Files, saved
 from tests.support.tiny_trainer import Tiny, raw, tiny
 from torch import nn
 
-from toprope.store.importing import import_source
-from toprope.store.incoming import open_source
-from toprope.store.log import read_log
-from toprope.store.restore import restore
-from toprope.trainer_hooks.apply import apply
+from toprope.store.log.chain import read_log
+from toprope.store.transfer.importing import import_source
+from toprope.store.transfer.incoming import open_source
+from toprope.store.transfer.restore import restore
+from toprope.trainer_hooks.capture.names import names_of, union
+from toprope.trainer_hooks.capture.state import Parts
 from toprope.trainer_hooks.errors import UsageError
-from toprope.trainer_hooks.fitting import fit_weights
-from toprope.trainer_hooks.names import names_of, union
-from toprope.trainer_hooks.state import Parts
+from toprope.trainer_hooks.restore.apply import apply
+from toprope.trainer_hooks.restore.fitting import fit_weights
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

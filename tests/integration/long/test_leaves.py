@@ -29,8 +29,8 @@ from toprope.sidecar.adapters.peers import HttpPeers
 from toprope.sidecar.values import Way
 from toprope.store.names import Key
 from toprope.store.objects.opening import open_store
-from toprope.trainer_hooks.image import Image, MappedFile, plan_image, write_image
-from toprope.trainer_hooks.inplace import overwrite
+from toprope.trainer_hooks.image.inplace import overwrite
+from toprope.trainer_hooks.image.shard import Image, MappedFile, plan_image, write_image
 
 JOB = "leaves"
 STEPS = 60

@@ -19,9 +19,9 @@ from tests.support.job_in_training import (
 from tests.support.training import Reference
 
 from toprope.chaos.live.forking import ForkedServices, ForkServer
-from toprope.store.log import read_log
+from toprope.store.log.chain import read_log
+from toprope.store.look.verify import verify_checkpoint, verify_facts
 from toprope.store.objects.directory import DirectoryStore
-from toprope.store.verify import verify_checkpoint, verify_facts
 
 STEPS = 72
 STEP_S = 0.1

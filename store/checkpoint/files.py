@@ -1,0 +1,124 @@
+"""Where the bytes of a snapshot are: the files of a store, packed or not, and the image that lies in them in parts."""
+
+from __future__ import annotations
+
+import itertools
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from toprope.store import digest
+from toprope.store.checkpoint import codec
+from toprope.store.checkpoint.manifest import File, Head, Index, Tensor
+from toprope.store.names import Key
+from toprope.store.objects.protocol import ObjectStore
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """Bytes of a file that are read at once: those of an object, or ``begin`` to ``end`` of a frame of it."""
+
+    key: Key
+    begin: int
+    end: int
+    frame: codec.Frame | None = None
+
+    def read(self, store: ObjectStore) -> bytes:
+        frame = self.frame
+        if frame is None:
+            return store.read(self.key, start=self.begin, length=self.end - self.begin)
+        body = store.read(self.key, start=frame.packed_begin, length=frame.packed_end - frame.packed_begin)
+        return codec.unpack_frame(body, size=frame.end - frame.begin, name=self.key)[self.begin : self.end]
+
+
+class FileReader:
+    """Reads a file by ranges of its own bytes, whatever it is packed with.
+
+    Its methods raise as ``ObjectStore.read`` does, and CorruptObjectError when what is packed is damaged.
+    """
+
+    def __init__(self, store: ObjectStore, file: File) -> None:
+        self._store = store
+        self._file = file
+        self._key = Key(file.key)
+        self._frames: tuple[codec.Frame, ...] = ()
+
+    def read(self, begin: int, end: int) -> bytes:
+        """Return bytes ``begin`` to ``end``."""
+        if self._file.packed is None:
+            return self._stored(begin, end)
+        return b"".join(piece.read(self._store) for piece in self.pieces(begin, end))
+
+    def pieces(self, begin: int, end: int) -> Iterator[_Piece]:
+        """Yield how bytes ``begin`` to ``end`` are read, in order, some at a time."""
+        if self._file.packed is None:
+            for start in range(begin, end, digest.CHUNK_BYTES):
+                yield _Piece(self._key, start, min(start + digest.CHUNK_BYTES, end))
+            return
+        if not self._frames:
+            self._frames = codec.frames_of(
+                self._stored, packed_bytes=self._file.stored_bytes, raw_bytes=self._file.bytes, name=self._key
+            )
+        while begin < end:
+            frame = self._frames[bisect_right(self._frames, begin, key=lambda frame: frame.begin) - 1]
+            yield _Piece(self._key, begin - frame.begin, min(end, frame.end) - frame.begin, frame)
+            begin = frame.end
+
+    def _stored(self, begin: int, end: int) -> bytes:
+        return self._store.read(self._key, start=begin, length=end - begin)
+
+
+def image_parts(index: Index) -> Iterator[Head | Tensor]:
+    """Yield what a rank's image consists of, in order."""
+    yield index.head
+    yield from index.tensors
+
+
+def places(index: Index) -> Iterator[tuple[int, Head | Tensor]]:
+    """Yield where in a rank's image each part of it begins, and the part."""
+    at = 0
+    for part in image_parts(index):
+        yield at, part
+        at += part.end - part.begin
+
+
+def image_chunks(store: ObjectStore, index: Index) -> Iterator[bytes]:
+    """Yield the bytes of a rank's image in order, some at a time, while the next ones are being read.
+
+    Only with the digest that the index gives are they known to be those that were written. Raises as a ``FileReader``.
+    """
+    yield from _read_all(store, index, lambda _, piece: piece.read(store))
+
+
+def fill_from_image(store: ObjectStore, index: Index, into: memoryview) -> None:
+    """Fill ``into``, which is as long as a rank's image, with it; raises as a ``FileReader`` does."""
+
+    def fill(at: int, piece: _Piece) -> bytes:
+        into[at : at + piece.end - piece.begin] = piece.read(store)
+        return b""
+
+    deque(_read_all(store, index, fill), maxlen=0)
+
+
+def _read_all(store: ObjectStore, index: Index, read: Callable[[int, _Piece], bytes]) -> Iterator[bytes]:
+    """Yield what ``read`` returns of each piece of an image, given its place there; what is small takes no threads."""
+    readers = [FileReader(store, file) for file in index.files]
+    pieces = [piece for number, begin, end in _runs(index) for piece in readers[number].pieces(begin, end)]
+    begins = itertools.accumulate((piece.end - piece.begin for piece in pieces), initial=0)
+    placed = list(zip(begins, pieces, strict=False))
+    if index.bytes <= digest.CHUNK_BYTES:
+        yield from itertools.starmap(read, placed)
+    else:
+        yield from digest.read_ahead(lambda one: read(*one), placed)
+
+
+def _runs(index: Index) -> Iterator[tuple[int, int, int]]:
+    """Yield what can be read in one go: file number, begin and end."""
+    number, begin, end = index.head.file, index.head.begin, index.head.end
+    for tensor in index.tensors:
+        if (tensor.file, tensor.begin) != (number, end):
+            yield number, begin, end
+            number, begin = tensor.file, tensor.begin
+        end = tensor.end
+    yield number, begin, end

@@ -1,0 +1,1 @@
+"""The words of ``ckpt`` that work on a store with no service running: arguments in, text or JSON out."""

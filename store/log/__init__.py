@@ -1,0 +1,1 @@
+"""The job log: its records, the chain that holds them in order, and what they add up to."""

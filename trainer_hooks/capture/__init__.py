@@ -1,0 +1,1 @@
+"""What a trainer's state consists of, under which names, and which rank stores what of it."""
