@@ -28,16 +28,15 @@ from toprope.trainer_hooks import (
     SupersededError,
     UnsupportedLeafError,
     UsageError,
-    entering,
-    saving,
-    sealing,
-    wire,
 )
 from toprope.trainer_hooks import (
     checkpointer as checkpointer_module,
 )
 from toprope.trainer_hooks.image.shard import write_image
+from toprope.trainer_hooks.link import sealing, wire
 from toprope.trainer_hooks.link.slot import Page, SlotState, read_page, write_page
+from toprope.trainer_hooks.restore import entering
+from toprope.trainer_hooks.save import saving
 
 
 @pytest.fixture
