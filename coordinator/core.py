@@ -2,7 +2,7 @@
 
 Its view is a function of the job log (``LogView``) and of what the nodes say (``Roll``). After each event it looks at
 both and says how the job is wanted to be: which attempt in which phase, who holds copies, what is kept, what is to be
-read back, and which step goes to READY. Everything else here is about opening an attempt.
+read back, and which step goes to READY.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ from typing import Literal, assert_never
 
 import msgspec
 
-from toprope.coordinator import leaving, opening, phases, placement, protection
+from toprope.coordinator import leaving, phases, placement, protection
+from toprope.coordinator.attempt_view import attempt_view
 from toprope.coordinator.commits import Commits
-from toprope.coordinator.effects import Answer, Append, Effect, Prepare, Probe, Publish, Say, Tidy
+from toprope.coordinator.effects import Effect, Probe, Publish, Say, Tidy
 from toprope.coordinator.events import (
     Asked,
     CommitFailed,
@@ -30,27 +31,20 @@ from toprope.coordinator.events import (
     SeenDesired,
     Ticked,
 )
-from toprope.coordinator.intents import OpenAttempt
 from toprope.coordinator.log_view import LogView
 from toprope.coordinator.readiness import HERE
-from toprope.coordinator.restore_choice import shards_of
+from toprope.coordinator.requests import Known, Requests
 from toprope.coordinator.roll import Roll
 from toprope.coordinator.wire import (
     AttemptView,
-    BaseView,
     Cadence,
     Copy,
     Desired,
     Inventory,
     Kept,
-    Member,
-    OpenAnswer,
-    OpenRequest,
     Placement,
-    RestoreShard,
 )
 from toprope.store.log.fold import JobState
-from toprope.store.log.records import Attempt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,15 +62,6 @@ class Settings:
     commit_retry_s: float = 2.0
 
 
-@dataclass(slots=True)
-class _Opening:
-    """The request that is being decided, and all who wait for the answer."""
-
-    request: OpenRequest
-    waiters: list[int]
-    appending: bool = False
-
-
 class Core:
     """One reign over one job."""
 
@@ -92,7 +77,7 @@ class Core:
         self.protected_at_s = now_s
         self._started_s = now_s
         self._phase_since_s = now_s
-        self._opening: _Opening | None = None
+        self.requests = Requests()
         self._keep: tuple[Kept, ...] = ()
         self._holders: dict[str, str] = {}
         self._extra_step = 0
@@ -117,13 +102,13 @@ class Core:
             case Probed():
                 return self._probed(event)
             case Asked():
-                return self._asked(event)
+                return self.requests.ask(event, self._known())
             case Prepared():
                 return self._prepared(event)
             case LogMoved():
                 return self._log_moved(event.log_view, event.now_s)
             case OpenFailed():
-                return self._open_failed(event)
+                return self.requests.failed(event, self._known())
             case CommitFailed():
                 self.commits.failed(event)
                 return self._say("error", "commit", f"step {event.step} did not become READY: {event.text}")
@@ -217,10 +202,7 @@ class Core:
         if after.head != before.head and log_view.ready_step > 0 and after.attempt_number == before.attempt_number:
             effects += self._say("info", "ready", f"step {log_view.ready_step} is READY")
         self.commits.moved(after.last_step)
-        asked, view = self._opening, self._view()
-        if asked is not None and view is not None and opening.key_of(asked.request) == (view.launch_id, view.round):
-            self._opening = None
-            effects += [Answer(request_id=one, answer=OpenAnswer(attempt=view)) for one in asked.waiters]
+        effects += self.requests.opened(self._view())
         return effects
 
     def _forget_attempt(self, now_s: float) -> None:
@@ -240,74 +222,16 @@ class Core:
             read_back_deadline_s=self.settings.read_back_deadline_s,
         )
 
-    # --- opening an attempt --------------------------------------------------------------------------------------
-
-    def _asked(self, event: Asked) -> list[Effect]:
-        request = event.request
-        refusal = opening.known(request, self.log_view, self._view())
-        refusal = refusal or opening.misfit(request, self.log_view, self.progress)
-        refusal = refusal or opening.refusal(request, self.log_view)
-        if refusal is not None:
-            return [Answer(request_id=event.request_id, answer=refusal)]
-        if self._opening is not None:
-            if opening.key_of(self._opening.request) == opening.key_of(request):
-                self._opening.waiters.append(event.request_id)
-                return []
-            text = f"launch {self._opening.request.launch_id[:8]} is being given an attempt; ask again"
-            return [Answer(request_id=event.request_id, answer=OpenAnswer(code="busy", text=text))]
-        self._opening = _Opening(request=request, waiters=[event.request_id])
-        return [self._prepare(request)]
-
-    def _prepare(self, request: OpenRequest) -> Prepare:
-        struck = {*self.log_view.state.struck, *opening.striking(request, self.log_view, self.progress)}
-        return Prepare(
-            nodes=tuple((node.name, node.url) for node in self.roll.all()),
-            ready_seqs=tuple(
-                seq for seq, ready in self.log_view.state.restorable() if (ready.attempt_uid, ready.step) not in struck
-            ),
-        )
-
     def _prepared(self, event: Prepared) -> list[Effect]:
-        asked = self._opening
-        if asked is None or asked.appending:
+        if self.requests.deciding is None or self.requests.appending:
             return []
         effects: list[Effect] = []
         for name, inventory in sorted(event.answers.items()):
             effects += self._answered(name, inventory, event.now_s)
-        lives = {answer.incarnation for answer in event.answers.values() if answer is not None}
-        answered = tuple(node for node in self.roll.all() if node.inventory.incarnation in lives)
-        decided: OpenAttempt | OpenAnswer | None = opening.hindrance(
-            asked.request, self.log_view, self.roll.nodes, answered
-        )
-        if decided is None:
-            decided = opening.decide(
-                asked.request,
-                self.log_view,
-                struck_now=opening.striking(asked.request, self.log_view, self.progress),
-                answered=answered,
-                objects=self.object_copies(),
-                offers=event.offers,
-                uid=event.uid,
-            )
-        if isinstance(decided, OpenAttempt):
-            asked.appending = True
-            return [*effects, Append(intent=decided)]
-        self._opening = None
-        return [*effects, *(Answer(request_id=one, answer=decided) for one in asked.waiters)]
+        return [*effects, *self.requests.decide(event, self._known(), objects=self.object_copies())]
 
-    def _open_failed(self, event: OpenFailed) -> list[Effect]:
-        asked = self._opening
-        if asked is None:
-            return []
-        answer = OpenAnswer(code="unavailable", text=event.text)
-        if event.again:
-            asked.appending = False
-            refused = opening.refusal(asked.request, self.log_view)  # another spec may be the job's by now
-            if refused is None:
-                return [self._prepare(asked.request)]
-            answer = refused
-        self._opening = None
-        return [Answer(request_id=one, answer=answer) for one in asked.waiters]
+    def _known(self) -> Known:
+        return Known(log_view=self.log_view, roll=self.roll, progress=self.progress, view=self._view())
 
     def object_copies(self) -> tuple[Copy, ...]:
         """Return the shard objects that any node, alive or not, was ever heard to have written."""
@@ -463,38 +387,7 @@ class Core:
         return tuple(Kept(attempt_uid=attempt.uid, step=step) for step in safety.hopeless)
 
     def _view(self) -> AttemptView | None:
-        attempt, facts = self.log_view.state.attempt, self.log_view.facts
-        if attempt is None or facts is None:
-            return None
-        source, base = self.log_view.source, self.log_view.state.base
-        is_base = self.log_view.state.is_base(source)
-        moving = self.progress.phase in ("opened", "staged")
-        shards: tuple[RestoreShard, ...] = ()
-        if source is not None and moving:
-            shards = shards_of(
-                self.log_view.source_digests,
-                attempt_uid=source[0],
-                step=source[1],
-                nodes=self.roll.alive(),
-                objects=self.object_copies(),
-                stored=self.log_view.offer.shards if self.log_view.offer is not None else (),
-            )
-        return AttemptView(
-            number=attempt.attempt,
-            uid=attempt.uid,
-            launch_id=attempt.launch_id,
-            round=attempt.round,
-            world=tuple(Member(rank=one.rank, node=one.node, boot_id=one.boot_id) for one in facts.world),
-            source=_kind_of(attempt, is_base=is_base),
-            source_attempt_uid=source[0] if source is not None else "",
-            from_step=attempt.from_step,
-            restore=shards,
-            phase=self.progress.phase,
-            reason=self.progress.reason,
-            base=BaseView(job_uid=base.job_uid, step=base.step, weights_only=base.take == "weights")
-            if base is not None and is_base
-            else None,
-        )
+        return attempt_view(self.log_view, self.progress, nodes=self.roll.alive(), objects=self.object_copies())
 
     def _say(self, level: Literal["info", "warning", "error"], subject: str, text: str) -> list[Effect]:
         """Tell people something about a subject, once until it changes."""
@@ -502,14 +395,6 @@ class Core:
             return []
         self._said[subject] = text
         return [Say(level=level, text=text)]
-
-
-def _kind_of(attempt: Attempt, *, is_base: bool) -> Literal["fresh", "ready", "held", "base"]:
-    if attempt.ready is not None:
-        return "ready"
-    if attempt.held is None:
-        return "fresh"
-    return "base" if is_base else "held"
 
 
 def _may_be_tidied(before: JobState, after: JobState) -> bool:

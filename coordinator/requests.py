@@ -1,0 +1,108 @@
+"""Requests for an attempt: the one that is being decided, and all who wait for its answer. Part of the core."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from toprope.coordinator import opening, phases
+from toprope.coordinator.effects import Answer, Append, Effect, Prepare
+from toprope.coordinator.events import Asked, OpenFailed, Prepared
+from toprope.coordinator.intents import OpenAttempt
+from toprope.coordinator.log_view import LogView
+from toprope.coordinator.roll import Roll
+from toprope.coordinator.wire import AttemptView, Copy, OpenAnswer, OpenRequest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Known:
+    """What a request is decided on, as it is now."""
+
+    log_view: LogView
+    roll: Roll
+    progress: phases.Progress
+    view: AttemptView | None
+
+
+@dataclass(slots=True)
+class Requests:
+    """At most one request is decided at a time; those who ask the same wait with it, and others ask again."""
+
+    deciding: OpenRequest | None = None
+    waiters: tuple[int, ...] = ()
+    appending: bool = False
+
+    def ask(self, event: Asked, known: Known) -> list[Effect]:
+        """Take in a request: answer it at once, or begin to decide it."""
+        request = event.request
+        refusal = opening.known(request, known.log_view, known.view)
+        refusal = refusal or opening.misfit(request, known.log_view, known.progress)
+        refusal = refusal or opening.refusal(request, known.log_view)
+        if refusal is not None:
+            return [Answer(request_id=event.request_id, answer=refusal)]
+        if self.deciding is None:
+            self.deciding, self.waiters, self.appending = request, (event.request_id,), False
+            return [_prepare(request, known)]
+        if opening.key_of(self.deciding) == opening.key_of(request):
+            self.waiters = (*self.waiters, event.request_id)
+            return []
+        text = f"launch {self.deciding.launch_id[:8]} is being given an attempt; ask again"
+        return [Answer(request_id=event.request_id, answer=OpenAnswer(code="busy", text=text))]
+
+    def decide(self, event: Prepared, known: Known, *, objects: Sequence[Copy]) -> list[Effect]:
+        """Decide the request, now that all nodes were asked; ``objects`` are the shard objects that are known of."""
+        request = self.deciding
+        assert request is not None
+        lives = {answer.incarnation for answer in event.answers.values() if answer is not None}
+        answered = tuple(node for node in known.roll.all() if node.inventory.incarnation in lives)
+        decided: OpenAttempt | OpenAnswer | None = opening.hindrance(
+            request, known.log_view, known.roll.nodes, answered
+        )
+        if decided is None:
+            decided = opening.decide(
+                request,
+                known.log_view,
+                struck_now=opening.striking(request, known.log_view, known.progress),
+                answered=answered,
+                objects=objects,
+                offers=event.offers,
+                uid=event.uid,
+            )
+        if isinstance(decided, OpenAttempt):
+            self.appending = True
+            return [Append(intent=decided)]
+        return self._answer(decided)
+
+    def failed(self, event: OpenFailed, known: Known) -> list[Effect]:
+        """Take in that the attempt could not be appended: decide anew if the log has moved on, else say so."""
+        request = self.deciding
+        if request is None:
+            return []
+        if not event.again:
+            return self._answer(OpenAnswer(code="unavailable", text=event.text))
+        refused = opening.refusal(request, known.log_view)  # another spec may be the job's by now
+        if refused is not None:
+            return self._answer(refused)
+        self.appending = False
+        return [_prepare(request, known)]
+
+    def opened(self, view: AttemptView | None) -> list[Effect]:
+        """Answer those who wait, if this is the attempt that they asked for."""
+        request = self.deciding
+        if request is None or view is None or opening.key_of(request) != (view.launch_id, view.round):
+            return []
+        return self._answer(OpenAnswer(attempt=view))
+
+    def _answer(self, answer: OpenAnswer) -> list[Effect]:
+        effects: list[Effect] = [Answer(request_id=one, answer=answer) for one in self.waiters]
+        self.deciding, self.waiters, self.appending = None, (), False
+        return effects
+
+
+def _prepare(request: OpenRequest, known: Known) -> Prepare:
+    state = known.log_view.state
+    struck = {*state.struck, *opening.striking(request, known.log_view, known.progress)}
+    return Prepare(
+        nodes=tuple((node.name, node.url) for node in known.roll.all()),
+        ready_seqs=tuple(seq for seq, ready in state.restorable() if (ready.attempt_uid, ready.step) not in struck),
+    )
