@@ -9,13 +9,13 @@ switches that off too. ``pull-or-stage`` switches off a rule of the simulated pe
 from __future__ import annotations
 
 import contextlib
-import importlib
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from toprope.chaos.patching import Patches, replace
 from toprope.chaos.sim import stand_ins as s
 from toprope.chaos.sim.options import AMBUSH, PAIR, PEOPLE, READERS, SMALL, Options, draw
 
@@ -31,7 +31,7 @@ class Mutant:
     safeguard: str
     invariant: str
     seed: int
-    patches: dict[tuple[str, str], Callable[[Any], Any]]
+    patches: Patches
     narrow: Mapping[str, Any] = field(default_factory=dict)
 
     def options(self, seed: int) -> Options:
@@ -277,12 +277,6 @@ MUTANTS: tuple[Mutant, ...] = (
 def switched_off(mutant: Mutant) -> Iterator[None]:
     """Run without the mutant's safeguard until the context ends."""
     with contextlib.ExitStack() as undo:
-        for (module, dotted), make in mutant.patches.items():
-            owner: Any = importlib.import_module(module)
-            *path, name = dotted.split(".")
-            for part in path:
-                owner = getattr(owner, part)
-            before = getattr(owner, name)
-            setattr(owner, name, make(before))
-            undo.callback(setattr, owner, name, before)
+        for back in replace(mutant.patches):
+            undo.callback(back)
         yield

@@ -6,11 +6,8 @@ import time
 
 import torch
 
-from toprope.chaos.killpoints import points_from_env
+from toprope.chaos.trainer_points import pass_points
 from toprope.trainer_hooks.checkpointer import Checkpointer
-from toprope.trainer_hooks.link import sealing
-from toprope.trainer_hooks.link.session import Session
-from toprope.trainer_hooks.save import saving
 
 STEP_S = 0.02
 
@@ -18,10 +15,7 @@ STEP_S = 0.02
 def main(arguments: list[str]) -> None:
     """Train the job named by the one argument."""
     (job,) = arguments
-    points = points_from_env()
-    sealing.write_page = points.around("page.write", sealing.write_page)  # type: ignore[attr-defined]
-    saving.write_image = points.around("slot.write", saving.write_image)  # type: ignore[attr-defined]
-    Session.sealed = points.around("socket.sealed", Session.sealed)  # type: ignore[method-assign]
+    pass_points()
     torch.manual_seed(1)
     model = torch.nn.Linear(8, 8)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
