@@ -145,9 +145,13 @@ def _few(ranks: Sequence[int]) -> str:
 
 # DTensor.
 
+_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
+
 
 def as_dtensor(tensor: torch.Tensor) -> DTensor | None:
     """Return the tensor if it is a DTensor; a trainer that has none does not pay for the import."""
+    if type(tensor) in _PLAIN:  # nearly all are, and this is asked of each at each snapshot
+        return None
     module: Any = sys.modules.get("torch.distributed.tensor")
     return tensor if module is not None and isinstance(tensor, module.DTensor) else None
 

@@ -69,11 +69,12 @@ class Encoder:
         return [self.encode(f"{name}.{index}", item, depth + 1) for index, item in enumerate(items)]
 
     def _dict(self, name: str, value: dict[object, object], depth: int) -> Json:
-        if _TAG not in value and all(type(key) is str for key in value):
-            return {
-                _checked_text(name, key): self.encode(f"{name}.{key}", item, depth + 1) for key, item in value.items()
-            }
-        return {_TAG: "dict", "v": self._pairs(name, value, depth)}
+        if _TAG in value or set(map(type, value)) - {str}:
+            return {_TAG: "dict", "v": self._pairs(name, value, depth)}
+        found = {}
+        for key, item in value.items():
+            found[_checked_text(name, key)] = self.encode(f"{name}.{key}", item, depth + 1)
+        return found
 
     def _pairs(self, name: str, value: dict[Any, Any], depth: int) -> list[Json]:
         return [
@@ -107,7 +108,7 @@ class Encoder:
 
 
 def _checked_text(name: str, value: object) -> Json:
-    if isinstance(value, str) and not value.isascii():
+    if type(value) is str and not value.isascii():
         try:
             value.encode()
         except UnicodeEncodeError as error:
