@@ -499,6 +499,17 @@ def test_a_writer_goes_on_in_the_process_that_it_is_handed_to_and_not_in_its_own
     assert found["a"].tolist() == [1.0]
 
 
+def test_a_launch_that_has_begun_holds_the_lock_of_a_slot_before_it_saves(ours: Ours, sidecar: FakeSidecar) -> None:
+    """The first save may be a thousand steps away; a lock says until then that this world lives."""
+    ours.begun()
+    slots = ours.now()._entry.session.slots
+    sidecar.wait(lambda: len(slots._locked) == sidecar.slot_count)
+    ours.save(1, {"a": torch.arange(1 << 20, dtype=torch.float32)})
+    found = {"a": torch.zeros(1 << 20)}
+    ours.load(found)
+    assert torch.equal(found["a"], torch.arange(1 << 20, dtype=torch.float32))
+
+
 def test_an_attempt_that_has_not_begun_is_not_handed_over(ours: Ours) -> None:
     with pytest.raises(UsageError, match=r"call begin\(\) before an attempt is handed"):
         ours.launch().__reduce__()

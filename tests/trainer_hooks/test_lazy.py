@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -384,7 +385,8 @@ def test_what_may_be_part_of_a_cuda_graph_is_not_fit(*, on_cuda: bool, capturabl
     assert (fence.why_unfit(optimizer) == "") is fit
 
 
-def test_work_that_fails_voids_the_snapshot_and_opens_the_fence(sidecar: FakeSidecar) -> None:
+@pytest.mark.parametrize("error", [OSError("no room"), KeyError("unforeseen")])
+def test_work_that_fails_voids_the_snapshot_and_opens_the_fence(sidecar: FakeSidecar, error: Exception) -> None:
     one = trial(sidecar)
     one.until_lazy()
     held: HeldCopier = one.hold()
@@ -394,9 +396,10 @@ def test_work_that_fails_voids_the_snapshot_and_opens_the_fence(sidecar: FakeSid
     assert saver is not None
 
     def broken() -> None:
-        raise OSError("no room")
+        raise error
 
-    saver._lazy._copy(one.parts_copied(), broken)
+    with nullcontext() if isinstance(error, OSError) else pytest.raises(KeyError):
+        saver._lazy._copy(one.parts_copied(), broken)
     held.held.clear()
     one.forward_backward()
     one.update()

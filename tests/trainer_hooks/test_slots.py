@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import signal
@@ -11,6 +12,7 @@ import sys
 import zlib
 from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 import torch
@@ -19,7 +21,7 @@ from tests.support.tiny_trainer import METADATA
 from toprope.trainer_hooks.image.shard import MappedFile, plan_image, write_image
 from toprope.trainer_hooks.link import wire
 from toprope.trainer_hooks.link.slot import CELL_BYTES, Page, SlotState, lock_holder, read_page, write_page
-from toprope.trainer_hooks.link.slots import LentSlots, SlotLockedError, hold_lock
+from toprope.trainer_hooks.link.slots import LentSlots, SlotLockedError, hold_lock, hold_until_taken
 
 
 def _slot(directory: Path, number: int = 0, seq: int = 1, size: int = 4096) -> wire.Slot:
@@ -63,18 +65,15 @@ def test_the_lock_outlives_opening_and_closing_the_data_and_a_forked_child(tmp_p
     assert _holder(Path(slot.lock_path)) == str(os.getpid())
 
 
-def test_slots_that_are_handed_over_can_be_locked_by_another_process(
-    tmp_path: Path,
-) -> None:
+def test_a_slot_that_the_sidecar_has_removed_is_passed_over_when_the_others_are_handed_over(tmp_path: Path) -> None:
     slots = LentSlots()
-    for number in (0, 1):
-        slots.lend(_slot(tmp_path, number))
-    Path(_slot(tmp_path, 1).lock_path).unlink()  # the sidecar has removed it meanwhile
+    lent = [_slot(tmp_path, number) for number in range(3)]
+    for slot in lent:
+        slots.lend(slot)
+    Path(lent[0].lock_path).unlink()
     slots.hand_over()
-    assert _holder(Path(_slot(tmp_path).lock_path)) == "None"
-    assert slots.take() is None
-    slots.lend(_slot(tmp_path, seq=2))
-    assert _holder(Path(_slot(tmp_path).lock_path)) == str(os.getpid())
+    assert [_holder(Path(slot.lock_path)) for slot in lent[1:]] == [str(os.getpid()), "None"]
+    assert not slots._targets, "nor kept in memory"
 
 
 def test_a_lock_file_is_opened_once_however_often_its_slot_is_lent(tmp_path: Path) -> None:
@@ -114,6 +113,62 @@ def test_a_forked_child_does_not_think_that_it_holds_the_lock(tmp_path: Path) ->
     slot = _slot(tmp_path)
     hold_lock(Path(slot.lock_path))
     assert _in_child(ask, slot) == 0
+
+
+def test_a_lock_is_held_at_each_moment_while_another_process_takes_the_slots_over(tmp_path: Path) -> None:
+    """The sidecar takes a world of which no lock is held for dead, and another one may be let in beside it."""
+    lent = [_slot(tmp_path, number) for number in range(3)]
+    kept, *others = [Path(slot.lock_path) for slot in lent]
+    slots = LentSlots()
+    for slot in lent:
+        slots.lend(slot)
+    (told, tell), (heard, say) = os.pipe(), os.pipe()
+    child = os.fork()
+    if child == 0:
+        _take_over(lent, told, say)
+    try:
+        slots.hand_over()
+        assert slots.take() is None
+        assert (_holder(kept), [lock_holder(path) for path in others]) == (str(os.getpid()), [None, None])
+        os.write(tell, b"x")
+        assert os.read(heard, 1) == b"2", "all but the one that is kept"
+        while _holder(kept) == str(os.getpid()):
+            pass
+        os.write(tell, b"x")
+        assert os.read(heard, 1) == b"3", "that one, too, now that it was dropped"
+        assert {lock_holder(path) for path in (kept, *others)} == {child}
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        for descriptor in (told, tell, heard, say):
+            os.close(descriptor)
+
+
+def _take_over(lent: list[wire.Slot], told: int, say: int) -> NoReturn:
+    """Be the other process: lock what can be locked as soon as one is told to, and once more when told again."""
+    slots = LentSlots()
+    os.read(told, 1)
+    for slot in lent:
+        with contextlib.suppress(SlotLockedError):
+            slots.lend(slot)
+    os.write(say, str(len(slots._free)).encode())
+    os.read(told, 1)
+    granted = [slots.take() for _ in lent]
+    os.write(say, str(len([one for one in granted if one is not None])).encode())
+    os.read(told, 1)
+    os._exit(0)
+
+
+def test_slots_that_this_process_takes_again_are_not_dropped_under_it(tmp_path: Path) -> None:
+    lent = [_slot(tmp_path, number) for number in range(2)]
+    first, second = LentSlots(), LentSlots()
+    for slot in lent:
+        first.lend(slot)
+    first.hand_over()
+    for slot in lent:
+        second.lend(slot)
+    hold_until_taken(Path(lent[0].lock_path))
+    assert [_holder(Path(slot.lock_path)) for slot in lent] == [str(os.getpid())] * 2
 
 
 def test_grants_are_used_in_order_and_once(tmp_path: Path) -> None:

@@ -196,6 +196,7 @@ class Attempt:
         except NextRound as error:
             raise RestoreError(f"attempt {self.number} failed before it began: {error}; start again") from error
         self._begun, self._found = True, {}
+        self._announced_bytes = self._sealer.announce(0, 0)  # the lock of a slot says that this world lives
 
     # Saving
 

@@ -6,15 +6,19 @@ import contextlib
 import fcntl
 import os
 import threading
+import time
 from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 
 from toprope.trainer_hooks.image.shard import MappedFile
 from toprope.trainer_hooks.link import wire
+from toprope.trainer_hooks.link.slot import lock_holder
 
 _locks: dict[tuple[int, int, int], int] = {}
 """Lock files by process, device and inode, each with its only descriptor: closing any other would lose the lock."""
+_locking = threading.RLock()
+_LOOK_S = 0.1
 
 
 class SlotLockedError(Exception):
@@ -28,17 +32,17 @@ def hold_lock(path: Path) -> None:
         SlotLockedError: another process has it.
         OSError: the file can't be opened.
     """
-    status = path.stat()
-    key = (os.getpid(), status.st_dev, status.st_ino)  # a forked child holds none of its parent's locks
-    if key in _locks:
-        return
-    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    try:
-        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError) as error:
-        os.close(descriptor)  # this process holds no lock of the file that closing could lose
-        raise SlotLockedError(f"{path}: another process holds the lock of this slot") from error
-    _locks[key] = descriptor
+    with _locking:
+        key = _key(path)
+        if key in _locks:
+            return
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError) as error:
+            os.close(descriptor)  # this process holds no lock of the file that closing could lose
+            raise SlotLockedError(f"{path}: another process holds the lock of this slot") from error
+        _locks[key] = descriptor
 
 
 def drop_lock(path: Path) -> None:
@@ -47,10 +51,42 @@ def drop_lock(path: Path) -> None:
     Raises:
         OSError: the file is gone.
     """
+    with _locking:
+        descriptor = _locks.pop(_key(path), None)
+        if descriptor is not None:
+            os.close(descriptor)
+
+
+def _key(path: Path) -> tuple[int, int, int]:
+    """Return what a lock of this process goes by: a forked child holds none of its parent's."""
     status = path.stat()
-    descriptor = _locks.pop((os.getpid(), status.st_dev, status.st_ino), None)
-    if descriptor is not None:
-        os.close(descriptor)
+    return os.getpid(), status.st_dev, status.st_ino
+
+
+def hold_until_taken(kept: Path) -> None:
+    """Drop the lock of a slot once another process holds that of another one beside it; not if this one does again."""
+    while True:
+        with _locking:
+            others = [path for path in kept.parent.glob("slot-*.lock") if path != kept]
+            if any(map(_is_ours, others)):
+                return  # to look at our own would lose it
+            if any(map(_is_held, others)):
+                with contextlib.suppress(FileNotFoundError):
+                    drop_lock(kept)
+                return
+        time.sleep(_LOOK_S)
+
+
+def _is_ours(path: Path) -> bool:
+    with contextlib.suppress(FileNotFoundError):  # the sidecar has removed the slot
+        return _key(path) in _locks
+    return False
+
+
+def _is_held(path: Path) -> bool:
+    with contextlib.suppress(FileNotFoundError):  # as above
+        return lock_holder(path) is not None
+    return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,15 +106,23 @@ class LentSlots:
         self._targets: dict[str, MappedFile] = {}
         self._sealed: dict[int, wire.Sealed] = {}
         self._locked: set[Path] = set()
+        self._locked_by_others: list[wire.Slot] = []
 
     def lend(self, slot: wire.Slot) -> None:
         """Take a grant: lock and map the slot, then make it available.
 
         Raises:
-            SlotLockedError: another process has its lock.
+            SlotLockedError: another process has its lock; it is tried again when a slot is taken.
             OSError: its files can't be opened or mapped.
         """
-        hold_lock(Path(slot.lock_path))
+        with self._mutex:
+            self._locked_by_others = [one for one in self._locked_by_others if one.slot != slot.slot]
+        try:
+            hold_lock(Path(slot.lock_path))
+        except SlotLockedError:
+            with self._mutex:
+                self._locked_by_others.append(slot)
+            raise
         target = self._mapped(Path(slot.path))
         with self._mutex:
             self._locked.add(Path(slot.lock_path))
@@ -101,19 +145,30 @@ class LentSlots:
         """Drop the grants of a connection that has ended; one that is being filled was taken and stays."""
         with self._mutex:
             self._free.clear()
+            self._locked_by_others.clear()
 
     def hand_over(self) -> None:
-        """Let another process of this rank have the slots: nothing is being written, nor will be from here."""
+        """Let another process of this rank have the slots: nothing is being written, nor will be from here.
+
+        One lock is kept until the other process has one, so that at each moment a lock says that this world lives.
+        """
+        self.forget()
         with self._mutex:
-            self._free.clear()
             self._targets.clear()
-            for path in self._locked:
-                with contextlib.suppress(FileNotFoundError):  # the sidecar has removed the slot
-                    drop_lock(path)
+            locked = sorted(path for path in self._locked if path.exists())  # the sidecar may have removed a slot
             self._locked.clear()
+        for path in locked[1:]:
+            with contextlib.suppress(FileNotFoundError):
+                drop_lock(path)
+        if locked:
+            held = threading.Thread(target=hold_until_taken, args=locked[:1], name="toprope-hand-over", daemon=True)
+            held.start()
 
     def take(self) -> Grant | None:
         """Return the oldest grant, which is now the caller's; None when there is none."""
+        for slot in tuple(self._locked_by_others):
+            with contextlib.suppress(SlotLockedError, OSError):
+                self.lend(slot)
         with self._mutex:
             return self._free.popleft() if self._free else None
 

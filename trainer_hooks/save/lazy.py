@@ -143,9 +143,9 @@ class Lazy:
         self._trouble = "the copy failed"
         try:
             sound = all([_copied(part) for part in parts])  # noqa: C419 - each part, also after one that is not sound
-            self._trouble = "" if sound else "the state was changed while it was copied, by other than its optimizer"
             if sound and not self._abandoned:
                 then()
+            self._trouble = "" if sound else "the state was changed while it was copied, by other than its optimizer"
         except (RuntimeError, OSError) as error:
             self._trouble = f"the copy failed: {error}"
         finally:
