@@ -14,7 +14,7 @@ import typer
 from toprope.coordinator import status as status_page
 from toprope.coordinator import up as up_supervisor
 from toprope.coordinator.adapters.mqtt import retained_url
-from toprope.coordinator.config import Config
+from toprope.coordinator.config import COPIES_MAX, Config
 from toprope.coordinator.runtime import run
 from toprope.coordinator.serving import check_ready_file, read_token
 from toprope.coordinator.settings import parse_address, unwrapped
@@ -69,6 +69,15 @@ def coordinator(  # noqa: PLR0913 - the options of a service
     every: Every = 10,
     local_every: LocalEvery = 20,
     object_every: ObjectEvery = 40,
+    copies: Annotated[
+        int,
+        typer.Option(
+            "--copies",
+            min=0,
+            max=COPIES_MAX,
+            help="Other nodes that hold each snapshot in memory; 0: its own node alone.",
+        ),
+    ] = 1,
     verdict_deadline_s: Annotated[
         float, typer.Option("--verdict-deadline", help="Seconds that all ranks have for a phase of a restore.")
     ] = 300.0,
@@ -98,6 +107,7 @@ def coordinator(  # noqa: PLR0913 - the options of a service
         token=read_token(token_file),
         ready_file=ready_file,
         verdict_deadline_s=verdict_deadline_s,
+        copies=copies,
         retain=retain,
         base=base,
         base_take=base_take,

@@ -14,13 +14,16 @@ from toprope.store.names import checked_id
 from toprope.store.places import parse_place
 
 
+COPIES_MAX = 3
+"""More would only cost memory: whoever fears that so many nodes are lost at once has the object store."""
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
     """A coordinator's configuration. ``broker`` None: the documents go by HTTP alone.
 
-    ``embedded_broker``: the address at which to run a broker of its own. ``retain``: the policy of retention to put
-    into the job log; None: leave there what there is. ``base``: the checkpoint of another job, as JOB@STEP, that a new
-    job starts from (empty: none), and what it takes of that.
+    ``embedded_broker``: the address at which to run a broker of its own. ``copies``: so many other nodes hold each
+    snapshot. ``retain``: the policy of retention to put into the job log; None: leave there what there is. ``base``:
+    the checkpoint of another job, as JOB@STEP, that a new job starts from (empty: none), and what it takes of that.
     """
 
     job: str
@@ -32,6 +35,7 @@ class Config:
     token: str
     ready_file: Path | None
     verdict_deadline_s: float = 300.0
+    copies: int = 1
     retain: str | None = None
     base: str = ""
     base_take: Literal["all", "weights"] = "all"

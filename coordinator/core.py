@@ -12,7 +12,7 @@ from typing import Literal, assert_never
 
 import msgspec
 
-from toprope.coordinator import leaving, phases, placement, protection
+from toprope.coordinator import leaving, phases, protection
 from toprope.coordinator.attempt_view import attempt_view
 from toprope.coordinator.commits import Commits
 from toprope.coordinator.effects import Effect, Probe, Publish, Say, Tidy
@@ -32,6 +32,7 @@ from toprope.coordinator.events import (
     Ticked,
 )
 from toprope.coordinator.log_view import LogView
+from toprope.coordinator.placing import Placing
 from toprope.coordinator.readiness import HERE
 from toprope.coordinator.requests import Known, Requests
 from toprope.coordinator.roll import Roll
@@ -42,7 +43,6 @@ from toprope.coordinator.wire import (
     Desired,
     Inventory,
     Kept,
-    Placement,
 )
 from toprope.store.log.fold import JobState
 
@@ -54,6 +54,7 @@ class Settings:
     job: str
     url: str
     cadence: Cadence
+    copies: int = 1
     verdict_deadline_s: float = 300.0
     silence_s: float = 3.0
     silent_probes_max: int = 3
@@ -73,13 +74,12 @@ class Core:
         self._writer_id = log_view.state.writer_id
         self.progress = phases.Progress(phase="opened")
         self.desired: Desired | None = None
-        self.unmet: dict[str, str] = {}
+        self.placing = Placing(settings.copies)
         self.protected_at_s = now_s
         self._started_s = now_s
         self._phase_since_s = now_s
         self.requests = Requests()
         self._keep: tuple[Kept, ...] = ()
-        self._holders: dict[str, str] = {}
         self._extra_step = 0
         self.commits = self._new_commits()
         self._probing: set[str] = set()
@@ -170,7 +170,7 @@ class Core:
             return []
         if not self._keep and seen.term < self.term:
             self._keep = seen.keep
-            self._holders = {place.owner: place.holder for place in seen.placement}
+            self.placing.remember(seen.placement)
         attempt = self.log_view.state.attempt
         if seen.attempt is not None and attempt is not None and seen.attempt.uid == attempt.uid:
             self._extra_step = self._extra_step or seen.extra_step
@@ -283,7 +283,7 @@ class Core:
         return [node.name for node in self.roll.alive()]
 
     def _steer_desired(self, now_s: float) -> list[Effect]:
-        effects, places = self._steer_placement()
+        effects = self._steer_placement()
         safety = self.safety()
         keep, protected_step = self._steer_keep(safety, now_s)
         effects += self._steer_extra()
@@ -295,7 +295,7 @@ class Core:
             url=self.settings.url,
             cadence=self.settings.cadence,
             attempt=self._view(),
-            placement=places,
+            placement=self.placing.placements(),
             keep=keep,
             dropped=self._dropped(safety),
             read_backs=tuple(
@@ -312,42 +312,23 @@ class Core:
             effects.append(Publish(desired=self.desired))
         return effects
 
-    def _steer_placement(self) -> tuple[list[Effect], tuple[Placement, ...]]:
-        serving = self._ranks_by_node()
-        sites = [
-            placement.Site(node=node.name, url=node.url, domain=node.domain, ranks=serving.get(node.name, 0))
-            for node in self.roll.alive()
-        ]
-        plan = placement.place(sites, before=self._holders)
-        effects: list[Effect] = []
-        for owner in sorted({*plan.unmet, *self.unmet}):
-            reason = plan.unmet.get(owner)
-            if reason is not None:
-                text = f"snapshots of node {owner} are not safe from its loss: {reason}"
-                effects += self._say("warning", f"place {owner}", text)
-            elif owner in plan.holders:
-                text = f"snapshots of node {owner} are copied to node {plan.holders[owner]}"
-                effects += self._say("info", f"place {owner}", text)
-        self._holders, self.unmet = plan.holders, plan.unmet
-        urls = {site.node: site.url for site in sites}
-        return effects, tuple(
-            Placement(owner=owner, holder=holder, url=urls[owner]) for owner, holder in plan.holders.items()
-        )
-
-    def _ranks_by_node(self) -> dict[str, int]:
-        count: dict[str, int] = {}
-        for member in self.log_view.facts.world if self.log_view.facts is not None else ():
-            node = self.roll.nodes.get(member.node)
-            if node is not None and node.inventory.boot_id == member.boot_id:
-                count[member.node] = count.get(member.node, 0) + 1
-        return count
+    def _steer_placement(self) -> list[Effect]:
+        facts = self.log_view.facts
+        told = self.placing.steer(self.roll.alive(), facts.world if facts is not None else ())
+        return [effect for level, owner, text in told for effect in self._say(level, f"place {owner}", text)]
 
     def safety(self) -> protection.Safety | None:
         """Return what of the current attempt is safe in memory; None before the first."""
         attempt = self.log_view.state.attempt
         if attempt is None:
             return None
-        return protection.assess(self.roll.alive(), attempt_uid=attempt.uid, world=attempt.world_size)
+        return protection.assess(
+            self.roll.alive(),
+            attempt_uid=attempt.uid,
+            world=attempt.world_size,
+            copies=self.settings.copies,
+            placed=self.placing.plan.copies,
+        )
 
     def _steer_keep(self, safety: protection.Safety | None, now_s: float) -> tuple[tuple[Kept, ...], int]:
         attempt = self.log_view.state.attempt
@@ -357,15 +338,12 @@ class Core:
         before = self.desired.protected_step if self.desired is not None else 0
         if safety.protected_step > before:
             self.protected_at_s = now_s
-        can_protect = any(
-            placement.apart(owner.domain, other.domain) for owner in self.roll.alive() for other in self.roll.alive()
-        )
         self._keep = protection.keep(
             safety,
             attempt_uid=attempt.uid,
             source=Kept(attempt_uid=source[0], step=source[1]) if source is not None else None,
             before=self._keep,
-            can_protect=can_protect,
+            can_protect=self.placing.plan.copies > 0 or self.settings.copies == 0,
         )
         return self._keep, safety.protected_step
 

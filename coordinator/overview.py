@@ -49,7 +49,11 @@ class AttemptLine(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Overview(msgspec.Struct, frozen=True, kw_only=True):
-    """A job on one screen. ``broker`` is ``connected``, ``away`` or ``none``."""
+    """A job on one screen. ``broker`` is ``connected``, ``away`` or ``none``.
+
+    ``copies`` are wanted of each snapshot beside the one in its own node's memory; what is protected survives as many
+    losses as ``survives`` says, of nodes or of whole domains, whichever they are.
+    """
 
     job: str
     job_uid: str
@@ -61,6 +65,8 @@ class Overview(msgspec.Struct, frozen=True, kw_only=True):
     ranks: tuple[RankLine, ...]
     nodes: tuple[NodeLine, ...]
     protected_step: int
+    copies: int
+    survives: int
     protected_age_s: float
     ready_step: int
     alarms: tuple[str, ...]
@@ -93,6 +99,8 @@ def overview(core: Core, *, broker: str, now_s: float) -> Overview:
         nodes=tuple(_node(core, node, now_s) for node in core.roll.all()),
         protected_step=safety.protected_step if safety is not None else 0,
         protected_age_s=round(age_s, 1),
+        copies=core.placing.copies,
+        survives=core.placing.plan.survives,
         ready_step=core.log_view.ready_step,
         alarms=_alarms(core, safety, broker=broker, age_s=age_s),
     )
@@ -150,10 +158,11 @@ def _alarms(core: Core, safety: Safety | None, *, broker: str, age_s: float) -> 
         alarms.append(f"attempt {attempt.attempt} failed: {core.progress.reason}")
     alarms += [f"node {node.name} does not answer" for node in core.roll.all() if not node.alive]
     alarms += [
-        f"snapshots of node {owner} are not safe from its loss: {why}" for owner, why in sorted(core.unmet.items())
+        f"snapshots of node {owner} are not safe from its loss: {why}"
+        for owner, why in sorted(core.placing.plan.unmet.items())
     ]
     behind = _behind(core, safety)
-    if behind and not core.unmet:
+    if behind and not core.placing.plan.unmet:
         alarms.append(f"protection is {behind} steps behind the ranks, and {age_s:.0f} s old")
     unready = _lag(core, core.log_view.ready_step, interval=core.settings.cadence.object_every)
     if unready:

@@ -106,7 +106,7 @@ class Coordinator:
             gauges.protected_age_s.set(view.protected_age_s)
             gauges.ready_step.set(view.ready_step)
             gauges.nodes_alive.set(sum(node.alive for node in view.nodes))
-            gauges.placements_unmet.set(len(self.core.unmet) if self.core is not None else 0)
+            gauges.placements_unmet.set(len(self.core.placing.plan.unmet) if self.core is not None else 0)
             gauges.broker_connected.set(view.broker == "connected")
         return self.metrics.registry
 
@@ -226,6 +226,7 @@ class Coordinator:
             loops = [
                 tasks.create_task(loop)
                 for loop in (self._tick(), self._heartbeat(), self._publish(), self._tidier.run())
+            copies=self.config.copies,
             ]
             if self.mqtt is not None:
                 loops.append(tasks.create_task(self.mqtt.run()))

@@ -1,16 +1,19 @@
-"""Which node holds copies of which other node's snapshots. Pure and deterministic.
+"""Which nodes hold copies of which other node's snapshots, and what that survives. Pure and deterministic.
 
-An owner's holder is another living node, in another failure domain if there is one; a holder that is still good is
-kept, so that a change moves as little as possible; else the holder that has the least to hold, farthest by domain
-first, and among equals the next one after the owner in a ring by name.
+An owner has ``copies`` holders: other living nodes in failure domains of their own, as far as there are such. Nobody
+holds more than its share where that can be helped; then the holder is the one with the fewest labels in common with
+the owner and its other holders; among equals the next one after the owner in a ring by name. A holder stays as long as
+none would be better, so that a change moves as little as possible.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 
 Domain = tuple[tuple[str, str], ...]
+Holders = dict[str, tuple[str, ...]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,13 +25,29 @@ class Site:
     domain: Domain
     ranks: int
 
+    @property
+    def labels(self) -> frozenset[tuple[str, str]]:
+        """Return all that it can be lost with; a node can always be lost alone."""
+        return frozenset((*self.domain, ("node", self.node)))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """The holder of each owner, and for each owner that has none in another domain the reason."""
+    """The holders of each owner, and for each owner that has too few in domains of their own the reason.
 
-    holders: dict[str, str]
+    ``copies``: so many each owner has at least in domains of their own. ``weakest``: for each owner the fewest labels
+    that, lost together, lose all its copies: one loss fewer is survived, whichever it is.
+    """
+
+    holders: Holders
     unmet: dict[str, str]
+    copies: int
+    weakest: dict[str, Domain]
+
+    @property
+    def survives(self) -> int:
+        """Return how many losses the snapshots of every owner survive, whichever they are."""
+        return min((len(labels) for labels in self.weakest.values()), default=1) - 1
 
 
 def apart(one: Domain, other: Domain) -> int:
@@ -36,42 +55,125 @@ def apart(one: Domain, other: Domain) -> int:
     return len(set(one) ^ set(other))
 
 
-def place(sites: Sequence[Site], *, before: Mapping[str, str]) -> Plan:
-    """Return a holder for each site that serves ranks; ``before`` are the holders so far."""
-    by_name = {site.node: site for site in sorted(sites, key=lambda site: site.node)}
-    owners = [site for site in by_name.values() if site.ranks]
-    holders: dict[str, str] = {}
-    unmet: dict[str, str] = {}
-    load = dict.fromkeys(by_name, 0)
-    for owner in owners:
-        held_by = before.get(owner.node, "")
-        if held_by in by_name and held_by != owner.node and apart(owner.domain, by_name[held_by].domain):
-            holders[owner.node] = held_by
-            load[held_by] += owner.ranks
-    for owner in owners:
-        if owner.node in holders:
-            continue
-        holder = _best(owner, tuple(by_name.values()), load)
-        if holder is None:
-            unmet[owner.node] = "there is no other living node to hold copies"
-            continue
-        holders[owner.node] = holder.node
-        load[holder.node] += owner.ranks
-        if not apart(owner.domain, holder.domain):
-            unmet[owner.node] = f"every other living node shares its failure domain {_text(owner.domain)}"
-    return Plan(holders=dict(sorted(holders.items())), unmet=unmet)
+def weakest(sites: Iterable[Site]) -> Domain:
+    """Return the fewest labels without which none of these sites is left."""
+    copies = list(sites)
+    sets = [site.labels for site in copies]
+    if sum(map(len, sets)) == len(frozenset[tuple[str, str]]().union(*sets)):
+        return tuple(("node", site.node) for site in copies)
+    labels = sorted(frozenset[tuple[str, str]]().union(*sets), key=lambda label: (label[0] == "node", label))
+    return next(
+        lost
+        for size in range(1, len(sets) + 1)
+        for lost in combinations(labels, size)
+        if all(set(lost) & s for s in sets)
+    )
 
 
-def _best(owner: Site, sites: tuple[Site, ...], load: Mapping[str, int]) -> Site | None:
-    names = [site.node for site in sites]
-    at = names.index(owner.node)
+def place(sites: Sequence[Site], *, before: Mapping[str, Sequence[str]], copies: int) -> Plan:
+    """Return ``copies`` holders for each site that serves ranks; ``before`` are the holders so far."""
+    placing = _Placing(sorted(sites, key=lambda site: site.node), copies)
+    for owner in placing.owners:
+        for node in before.get(owner.node, ())[:copies]:
+            if node in placing.by_name and node not in {owner.node, *placing.holders[owner.node]}:
+                placing.add(owner, node)
+    for owner in placing.owners:
+        while len(placing.holders[owner.node]) < copies and (best := placing.best(owner)) is not None:
+            placing.add(owner, best)
+    while any([placing.improve(owner) for owner in placing.owners]):  # each move is for the better, so this ends
+        pass
+    return placing.plan()
 
-    def rank(site: Site) -> tuple[bool, int, int, int]:
-        distance = apart(owner.domain, site.domain)
-        return (distance == 0, load[site.node], -distance, (names.index(site.node) - at) % len(names))
 
-    return min((site for site in sites if site.node != owner.node), key=rank, default=None)
+class _Placing:
+    """A placement that is being made."""
+
+    def __init__(self, sites: Sequence[Site], copies: int) -> None:
+        self.by_name = {site.node: site for site in sites}
+        self.owners = [site for site in sites if site.ranks]
+        self.holders: Holders = {owner.node: () for owner in self.owners}
+        self._copies = copies
+        self._load = dict.fromkeys(self.by_name, 0)
+        self._ring = list(self.by_name)
+        self._at = {name: at for at, name in enumerate(self._ring)}
+        self._share = -(-copies * sum(owner.ranks for owner in self.owners) // max(1, len(sites)))
+        self._common = set(sites[0].domain).intersection(*(site.domain for site in sites)) if sites else set()
+
+    def add(self, owner: Site, node: str) -> None:
+        self.holders[owner.node] += (node,)
+        self._load[node] += owner.ranks
+
+    def best(self, owner: Site) -> str | None:
+        """Return the best holder that the owner does not have yet."""
+        at, taken = self._at[owner.node], {owner.node, *self.holders[owner.node]}
+        found: tuple[tuple[bool, int, int], str] | None = None
+        for step in range(1, len(self._ring)):
+            name = self._ring[(at + step) % len(self._ring)]
+            if name in taken:
+                continue
+            badness = self._badness(owner, name, self.holders[owner.node])
+            if found is None or badness < found[0]:
+                found = badness, name
+            if badness == (False, 0, 0):
+                break
+        return found[1] if found is not None else None
+
+    def improve(self, owner: Site) -> bool:
+        """Let the first holder that is worse than another node give way to it."""
+        before = self.holders[owner.node]
+        for node in before:
+            others = tuple(other for other in before if other != node)
+            self._load[node] -= owner.ranks
+            badness = self._badness(owner, node, others)
+            if badness != (False, 0, 0):
+                self.holders[owner.node] = others
+                better = self.best(owner)
+                if better is not None and self._badness(owner, better, others) < badness:
+                    self.add(owner, better)
+                    return True
+            self.holders[owner.node] = before
+            self._load[node] += owner.ranks
+        return False
+
+    def _badness(self, owner: Site, node: str, others: Sequence[str]) -> tuple[bool, int, int]:
+        """Return whether a node fails together with owner or ``others``, how far it is over its share, what it shares."""
+        site = self.by_name[node]
+        beside = [owner, *(self.by_name[other] for other in others)]
+        over = max(0, self._load[node] + owner.ranks - self._share)
+        labels = set(site.domain) - self._common
+        return (
+            any(not apart(site.domain, other.domain) for other in beside),
+            over,
+            sum(len(labels.intersection(other.domain)) for other in beside),
+        )
+
+    def plan(self) -> Plan:
+        """Return the placement as it is."""
+        counts = {owner.node: self._apart(owner) for owner in self.owners}
+        holders = {owner: nodes for owner, nodes in sorted(self.holders.items()) if nodes}
+        return Plan(
+            holders=holders,
+            unmet={owner.node: self._why(owner) for owner in self.owners if counts[owner.node] < self._copies},
+            copies=min(counts.values(), default=self._copies),
+            weakest={
+                owner.node: weakest((owner, *(self.by_name[node] for node in self.holders[owner.node])))
+                for owner in self.owners
+            },
+        )
+
+    def _apart(self, owner: Site) -> int:
+        """Return how many copies an owner has in domains of their own."""
+        return len({owner.domain, *(self.by_name[node].domain for node in self.holders[owner.node])}) - 1
+
+    def _why(self, owner: Site) -> str:
+        if len(self.by_name) == 1:
+            return "there is no other living node to hold copies"
+        if not self._apart(owner):
+            return f"every other living node shares its failure domain {text_of(owner.domain)}"
+        wanted = f"{self._copies} copies in failure domains of their own need {self._copies + 1} domains"
+        return f"{wanted}, and the living nodes are in {len({site.domain for site in self.by_name.values()})}"
 
 
-def _text(domain: Domain) -> str:
+def text_of(domain: Domain) -> str:
+    """Return labels as a person gives them."""
     return ",".join(f"{key}={value}" for key, value in domain)

@@ -1,86 +1,119 @@
 """What is safe in memory: which step is protected, which could be had, which must be kept. Pure.
 
-*Protected*: every rank's shard of the step is in its node's memory and, with the same digest, in the memory of a node
-of another failure domain. *At hand*: every rank's shard is in the memory of some living node, own or peer's: enough to
-restore now, not enough to lose one more node.
+*Protected*: every rank's shard of the step is in its node's memory and, with the same digest, in the memory of as many
+other nodes as copies are wanted, all in failure domains of their own. *Guarded*: the same with as many copies as the
+living nodes allow, when these are fewer. *At hand*: every rank's shard is in the memory of some living node, own or
+peer's: enough to restore now, not enough to lose one more node.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from toprope.coordinator.placement import apart
 from toprope.coordinator.roll import Node
 from toprope.coordinator.wire import Kept, Tier
+
+Held = tuple[Node, str]
+"""Who holds a shard, with which digest."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Safety:
-    """For one attempt: the newest protected step and the newest step at hand (0: none), and each rank's steps.
+    """For one attempt: its newest protected, guarded and at-hand step (0: none), and each rank's steps.
 
+    ``common``: the steps that every rank has in its own node's memory, and that can still be protected.
     ``hopeless``: steps that can't be protected any more. Some rank has it in memory and another has not and never will,
-    or the holder of a rank's peer copies has gone on to a later step: it never comes back for an earlier one.
+    or a holder of a rank's peer copies has gone on to a later step: it never comes back for an earlier one.
     """
 
     protected_step: int
+    guarded_step: int
     at_hand_step: int
     newest: dict[int, dict[Tier, int]]
     at_hand: frozenset[int]
+    common: tuple[int, ...] = ()
     hopeless: tuple[int, ...] = ()
 
 
-def assess(nodes: Sequence[Node], *, attempt_uid: str, world: int) -> Safety:
-    """Return what the living ``nodes`` hold of an attempt of ``world`` ranks."""
-    memory: dict[tuple[int, int], list[tuple[Node, str]]] = defaultdict(list)
-    peer: dict[tuple[int, int], list[tuple[Node, str]]] = defaultdict(list)
-    newest: dict[int, dict[Tier, int]] = {rank: {} for rank in range(world)}
-    stored: set[tuple[int, int]] = set()
-    for node in nodes:
+@dataclass(slots=True)
+class _View:
+    """What living nodes hold of an attempt, by step and rank."""
+
+    memory: dict[tuple[int, int], list[Held]] = field(default_factory=lambda: defaultdict(list))
+    peer: dict[tuple[int, int], list[Held]] = field(default_factory=lambda: defaultdict(list))
+    stored: set[tuple[int, int]] = field(default_factory=set)
+    newest: dict[int, dict[Tier, int]] = field(default_factory=dict)
+    reached: dict[int, dict[str, int]] = field(default_factory=lambda: defaultdict(dict))
+    """By rank and holder the newest peer copy."""
+
+    def add(self, node: Node, *, attempt_uid: str, world: int) -> None:
         for copy in node.copies(attempt_uid):
-            if copy.world != world or copy.rank not in newest:
+            if copy.world != world or copy.rank not in self.newest:
                 continue
+            at = copy.step, copy.rank
+            self.newest[copy.rank][copy.tier] = max(copy.step, self.newest[copy.rank].get(copy.tier, 0))
             if copy.tier == "object":
-                stored.add((copy.step, copy.rank))
-            newest[copy.rank][copy.tier] = max(copy.step, newest[copy.rank].get(copy.tier, 0))
-            if copy.tier == "memory":
-                memory[copy.step, copy.rank].append((node, copy.digest))
+                self.stored.add(at)
+            elif copy.tier == "memory":
+                self.memory[at].append((node, copy.digest))
             elif copy.tier == "peer":
-                peer[copy.step, copy.rank].append((node, copy.digest))
-    steps = sorted({step for step, _ in (*memory, *peer)})
-    protected = [s for s in steps if all(_guarded(memory[s, r], peer[s, r]) for r in range(world))]
-    at_hand = [s for s in steps if all(_agreed(memory[s, r], peer[s, r]) for r in range(world))]
+                self.peer[at].append((node, copy.digest))
+                reached = self.reached[copy.rank]
+                reached[node.name] = max(copy.step, reached.get(node.name, 0))
+
+    def agreed(self, step: int, rank: int) -> bool:
+        return len({digest for _, digest in (*self.memory[step, rank], *self.peer[step, rank])}) == 1
+
+    def copies(self, step: int, rank: int) -> int:
+        """Return how many copies in domains of their own a shard has beside that in its node's memory; -1: not there."""
+        if not self.memory[step, rank] or not self.agreed(step, rank):
+            return -1
+        peers = {node.domain for node, _ in self.peer[step, rank]}
+        return max(len(peers - {own.domain}) for own, _ in self.memory[step, rank])
+
+    def holds(self, name: str, step: int, rank: int) -> bool:
+        return any(node.name == name for node, _ in self.peer[step, rank])
+
+
+def assess(nodes: Sequence[Node], *, attempt_uid: str, world: int, copies: int, placed: int) -> Safety:
+    """Return what the living ``nodes`` hold of an attempt of ``world`` ranks.
+
+    ``copies`` are wanted of each snapshot, ``placed`` the living nodes allow.
+    """
+    ranks = range(world)
+    view = _View(newest={rank: {} for rank in ranks})
+    for node in nodes:
+        view.add(node, attempt_uid=attempt_uid, world=world)
+    steps = sorted({step for step, _ in (*view.memory, *view.peer)})
+    count = {step: min((view.copies(step, rank) for rank in ranks), default=-1) for step in steps}
+    at_hand = [step for step in steps if all(view.agreed(step, rank) for rank in ranks)]
+    guarded = max((s for s in steps if count[s] >= placed), default=0) if placed or not copies else 0
     skipped = {(s.step, s.rank) for node in nodes for s in node.inventory.skipped if s.attempt_uid == attempt_uid}
 
     def will_never_be(step: int, rank: int) -> bool:
         # a trainer snapshots in order; a skip of which no frame came shows by a later snapshot
-        gone_on = newest[rank].get("memory", 0) > step
-        may_be_ready = (step, rank) in stored and any((step, other) not in stored for other in range(world))
-        return not memory[step, rank] and not may_be_ready and ((step, rank) in skipped or gone_on)
+        gone_on = view.newest[rank].get("memory", 0) > step
+        may_be_ready = (step, rank) in view.stored and any((step, other) not in view.stored for other in ranks)
+        return not view.memory[step, rank] and not may_be_ready and ((step, rank) in skipped or gone_on)
 
     def was_passed_over(step: int, rank: int) -> bool:
-        being_stored = len({(step, other) for other in range(world)} & stored) in range(1, world)
-        later = newest[rank].get("peer", 0) > step > max(protected, default=0)
-        return later and not peer[step, rank] and not being_stored
+        being_stored = len({(step, other) for other in ranks} & view.stored) in range(1, world)
+        if step <= guarded or being_stored or view.copies(step, rank) >= placed:
+            return False
+        return any(reached > step and not view.holds(name, step, rank) for name, reached in view.reached[rank].items())
 
+    hopeless = tuple(s for s in steps if any(will_never_be(s, r) or was_passed_over(s, r) for r in ranks))
     return Safety(
-        protected_step=max(protected, default=0),
+        protected_step=max((step for step in steps if count[step] >= copies), default=0),
+        guarded_step=guarded,
         at_hand_step=max(at_hand, default=0),
-        newest=newest,
+        newest=view.newest,
         at_hand=frozenset(at_hand),
-        hopeless=tuple(s for s in steps if any(will_never_be(s, r) or was_passed_over(s, r) for r in range(world))),
+        common=tuple(step for step in steps if count[step] >= 0 and step not in hopeless),
+        hopeless=hopeless,
     )
-
-
-def _guarded(own: list[tuple[Node, str]], peers: list[tuple[Node, str]]) -> bool:
-    return _agreed(own, peers) and any(
-        one is not other and apart(one.domain, other.domain) for one, _ in own for other, _ in peers
-    )
-
-
-def _agreed(own: list[tuple[Node, str]], peers: list[tuple[Node, str]]) -> bool:
-    return len({digest for _, digest in (*own, *peers)}) == 1
 
 
 def keep(
@@ -88,15 +121,15 @@ def keep(
 ) -> tuple[Kept, ...]:
     """Return the steps that may not be reused: what a restart would need if it came now.
 
-    The newest protected step. Until there is one: the attempt's ``source``, or, when nobody is there to protect
+    The newest guarded step. Until there is one: the attempt's ``source``, or, when nobody is there to protect
     anything, the newest step at hand. With neither, what was kept ``before``: a step is let go for a better one only.
     """
     earlier = [kept.step for kept in before if kept.attempt_uid == attempt_uid and kept.step in safety.at_hand]
-    best = max((safety.protected_step, *earlier))
+    best = max((safety.guarded_step, *earlier))
     if best == 0 and source is not None and can_protect:
         return (source,)
     best = best or safety.at_hand_step
-    if not safety.protected_step and not can_protect:
+    if not safety.guarded_step and not can_protect:
         best = max(best, safety.at_hand_step)
     if best:
         return (Kept(attempt_uid=attempt_uid, step=best),)

@@ -107,12 +107,21 @@ def _ranks(ranks: tuple[RankLine, ...]) -> Table:
         )
     if len(ranks) > _RANKS_SHOWN:
         table.add_row("...", f"{len(ranks) - _RANKS_SHOWN} more: --json", *[""] * 5)
+        text.append(f" {_safety_text(view)}")
     return table
 
 
 def _nodes(view: Overview) -> Table:
     table = Table(box=None, pad_edge=False, header_style="dim")
     for title in ("node", "state", "holds copies for", "memory id"):
+def _safety_text(view: Overview) -> str:
+    """Return what protection is worth."""
+    if not view.copies:
+        return "in its own nodes' memory only"
+    losses = "any 1 loss" if view.survives == 1 else f"any {view.survives} losses"
+    return f"against {losses}"
+
+
         table.add_column(title, no_wrap=True, overflow="ellipsis", max_width=24)
     table.add_column("held", justify="right")
     for node in view.nodes:

@@ -144,7 +144,7 @@ def test_a_peer_in_the_same_failure_domain_protects_nothing_and_is_complained_of
     reign.hold(2, tiers=("memory", "peer"))
     assert reign.desired.protected_step == 0
     assert {place.owner: place.holder for place in reign.desired.placement} == {"a": "b", "b": "a"}
-    assert "rack=r1" in reign.core.unmet["a"]
+    assert "rack=r1" in reign.core.placing.plan.unmet["a"]
 
 
 def test_the_kept_step_moves_on_only_when_a_later_one_is_protected() -> None:
@@ -196,7 +196,7 @@ def test_a_job_on_one_node_keeps_its_newest_step_in_memory() -> None:
     reign.hold(4)
     assert reign.desired.keep == (Kept(attempt_uid=uid(reign), step=4),)
     assert reign.desired.protected_step == 0
-    assert reign.core.unmet["a"] == "there is no other living node to hold copies"
+    assert reign.core.placing.plan.unmet["a"] == "there is no other living node to hold copies"
 
 
 def test_a_coordinator_that_begins_lets_nothing_go_before_it_has_heard_the_nodes() -> None:

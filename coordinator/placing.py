@@ -1,0 +1,69 @@
+"""The placement of a reign: made anew when those who live, or the ranks they serve, have changed. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Literal, TypeAlias
+
+from toprope.coordinator.placement import Holders, Plan, Site, place, text_of
+from toprope.coordinator.roll import Node
+from toprope.coordinator.wire import Placement
+from toprope.store.log.records import Member
+
+Told: TypeAlias = tuple[Literal["info", "warning"], str, str]
+"""How loudly, about which owner, what."""
+
+
+class Placing:
+    """Who holds copies for whom, with ``copies`` holders wanted for each owner."""
+
+    def __init__(self, copies: int) -> None:
+        self.copies = copies
+        self.plan: Plan = place((), before={}, copies=copies)
+        self._before: Holders = {}
+        self._sites: tuple[Site, ...] = ()
+
+    def remember(self, placements: Iterable[Placement]) -> None:
+        """Take over the placement of the reign before, as far as it still does."""
+        before: Holders = {}
+        for one in placements:
+            before[one.owner] = (*before.get(one.owner, ()), one.holder)
+        self._before, self._sites = before, ()
+
+    def steer(self, nodes: Sequence[Node], world: Iterable[Member]) -> list[Told]:
+        """Place anew if anything has changed for it among the living ``nodes``; return what people should know."""
+        boots = {node.name: node.inventory.boot_id for node in nodes}
+        ranks = dict.fromkeys(boots, 0)
+        for member in world:
+            if boots.get(member.node) == member.boot_id:
+                ranks[member.node] += 1
+        sites = tuple(Site(node=n.name, url=n.url, domain=n.domain, ranks=ranks[n.name]) for n in nodes)
+        if sites == self._sites:
+            return []
+        old, self._sites = self.plan, sites
+        self.plan = place(sites, before=self._before, copies=self.copies)
+        self._before = self.plan.holders
+        return self._told(old)
+
+    def _told(self, old: Plan) -> list[Told]:
+        told: list[Told] = []
+        for owner in sorted(self.plan.weakest):
+            holders = self.plan.holders.get(owner, ())
+            reason = self.plan.unmet.get(owner)
+            if reason is not None:
+                told.append(("warning", owner, f"snapshots of node {owner} are not safe from its loss: {reason}"))
+            elif holders != old.holders.get(owner, ()) or owner in old.unmet:
+                text = f"snapshots of node {owner} are copied to {', '.join(holders)}"
+                lost = self.plan.weakest[owner]
+                weak = f"; {text_of(lost)} lost at once would lose them all" if len(lost) <= len(holders) else ""
+                told.append(("info", owner, text + weak))
+        return told
+
+    def placements(self) -> tuple[Placement, ...]:
+        """Return the placement as the document has it."""
+        urls = {site.node: site.url for site in self._sites}
+        return tuple(
+            Placement(owner=owner, holder=holder, url=urls[owner])
+            for owner, holders in self.plan.holders.items()
+            for holder in holders
+        )
