@@ -1,4 +1,4 @@
-"""``ckpt pin``, ``unpin``, ``taint`` and ``gc``: what changes a job, or deletes what it needs no more."""
+"""``ckpt pin``, ``unpin``, ``metric``, ``taint`` and ``gc``: what changes a job, or deletes what it needs no more."""
 
 from __future__ import annotations
 
@@ -25,13 +25,14 @@ from toprope.store.cli.shared import AsJson, JobOption, Root, only_job, print_js
 from toprope.store.errors import (
     NothingToVerifyError,
     UnavailableError,
+    UsageError,
 )
 from toprope.store.keep.changes import checked, taints_of
 from toprope.store.keep.gc import GcPlan, execute, survey
 from toprope.store.keep.holds import TTL_S, HoldWatch
 from toprope.store.keep.retention import RETIRED_AT_ONCE_MAX, RetentionPlan, parse_policy, plan_retention
 from toprope.store.log.fold import JobState
-from toprope.store.log.records import Pin, Retire, Unpin
+from toprope.store.log.records import Metric, Pin, Retire, Unpin
 from toprope.store.look.show import read_state
 from toprope.store.names import Key
 from toprope.store.objects.opening import open_store, sweep_uploads
@@ -115,6 +116,41 @@ def _ready_at(store: ObjectStore, at: str) -> tuple[JobState, int, int]:
     name, step = parse_place(at)
     state = read_state(store, name)
     return state, step, _ready_of(state, step)
+
+
+@app.command()
+def metric(  # noqa: PLR0913 - one for each option
+    root: Root,
+    at: At,
+    value: Annotated[
+        str, typer.Argument(metavar="NAME=VALUE", help="What was measured, as val_loss=2.31.", show_default=False)
+    ],
+    *,
+    dry_run: DryRun = False,
+    coordinator: CoordinatorUrl = "",
+    token_file: TokenFile = None,
+    as_json: AsJson = False,
+) -> None:
+    """Say what a checkpoint was found to be worth: a policy with best=N:min:NAME (or max) keeps the best by it.
+
+    Of one name the last value counts. `ckpt ls` shows it.
+    """
+    name, _, number = value.partition("=")
+    try:
+        measured = float(number)
+    except ValueError:
+        raise UsageError(f"{value[:80]!r} is not usable: give NAME=VALUE, as val_loss=2.31") from None
+    store = open_store(root)
+    state, step, seq = _ready_at(store, at)
+    change = Metric(seq=seq, name=name, value=measured)
+    changer = changer_of(store, url=coordinator, token_file=token_file)
+    changed = change_or_try(changer, state, change, purpose="metric", dry_run=dry_run)
+    if as_json:
+        line = {"job": state.job, "step": step, "ready": seq, "name": name, "value": measured}
+        print_json({**line, **outcome(changed, dry_run=dry_run)})
+        return
+    verb = "has" if not changed else "would have" if dry_run else "now has"
+    put(f"step {step} of job {state.job} (READY {seq}) {verb} {name} {measured:.6g}")
 
 
 @app.command()

@@ -21,19 +21,20 @@ from toprope.coordinator.cli_common import (
 from toprope.coordinator.overview import Overview
 from toprope.store.checkpoint.manifest import sha256
 from toprope.store.checkpoint.ready import read_capped
-from toprope.store.cli.shared import AsJson, JobOption, Root, only_job, print_json, put, say
+from toprope.store.cli.shared import AsJson, JobOption, Root, only_job, print_json, put
 from toprope.store.errors import CorruptObjectError, MissingObjectError, UnavailableError, UsageError
 from toprope.store.keep.changes import policy_change
 from toprope.store.keep.purging import check_unneeded, delete, keys_of, probes_of
 from toprope.store.keep.retention import parse_policy, plan_retention
-from toprope.store.log.records import Job
-from toprope.store.look.show import read_state
+from toprope.store.log.records import Elected, Job
+from toprope.store.look.show import JobLog, read_job, read_state
 from toprope.store.names import facts_key
 from toprope.store.objects.opening import open_store, sweep_uploads
 from toprope.store.objects.protocol import ObjectStore
 
 job_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Change what holds for a whole job.")
 
+_ADDRESSES_MAX = 8
 _MAX_SPEC_BYTES = 64 * 1024 * 1024
 
 
@@ -50,7 +51,8 @@ def job_retain(  # noqa: PLR0913 - one for each option
 ) -> None:
     """Set the job's policy of retention, which its coordinator carries out after each new READY checkpoint.
 
-    last=N keeps the newest N, every=K the first checkpoint at or past each multiple of K steps; all keeps everything.
+    last=N keeps the newest N, every=K the first checkpoint at or past each multiple of K steps, within=12h those of
+    that time, best=N:min:val_loss (or max) the best N of those that `ckpt metric` gave a value; all keeps everything.
     """
     store = open_store(root)
     state = read_state(store, only_job(store, root, job))
@@ -80,15 +82,16 @@ def job_purge(
 ) -> None:
     """Delete a job: every checkpoint, pinned ones too, and its log. Nothing of it can be had again.
 
-    End its coordinators and sidecars first: it refuses while a coordinator answers, which says what trainers live;
-    while a reader holds a checkpoint; and while another job starts from one and has none of its own. What an
-    interrupted purge left goes with the next one.
+    End its coordinators and sidecars first. It refuses while a coordinator answers where one was ever elected, which
+    says what trainers live (one that only stood by can't be seen); while a reader holds a checkpoint; and while another
+    job starts from one and has none of its own. What an interrupted purge left goes with the next one.
     """
     store = open_store(root)
-    state = read_state(store, job)
+    log = read_job(store, job)
+    state = log.state
     if not dry_run and confirm != job:
         raise UsageError(f"this deletes all of job {job}: to do it, give --confirm {job}; --dry-run says what it is")
-    if url := coordinator or state.url:
+    for url in (coordinator,) if coordinator else _addresses(log):
         _check_ended(url, job)
     check_unneeded(store, state)
     keys = (*keys_of(store, job), *probes_of(store))
@@ -101,6 +104,12 @@ def job_purge(
         print_json({"job": job, "checkpoints": steps, "objects": len(keys), "done": not dry_run})
         return
     put(f"job {job}: {len(steps)} checkpoints, {objects_text(len(keys))} {'would be ' * dry_run}deleted")
+
+
+def _addresses(log: JobLog) -> tuple[str, ...]:
+    """Return where coordinators of the job have served, the newest first: one of them may stand by there still."""
+    elected = [entry.record for entry in reversed(log.entries) if isinstance(entry.record, Elected)]
+    return tuple(dict.fromkeys(one.url for one in elected if one.url))[:_ADDRESSES_MAX]
 
 
 def _check_ended(url: str, job: str) -> None:
@@ -125,32 +134,38 @@ def _check_ended(url: str, job: str) -> None:
 
 
 @job_app.command("accept-spec")
-def job_accept_spec(
+def job_accept_spec(  # noqa: PLR0913 - one for each option
     root: Root,
     spec_sha256: Annotated[
         str, typer.Argument(metavar="SPEC", help="The SHA-256 that the refusal named.", show_default=False)
     ],
     job: JobOption = None,
     *,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print how the specs differ.")] = False,
+    dry_run: DryRun = False,
     coordinator: CoordinatorUrl = "",
     token_file: TokenFile = None,
+    as_json: AsJson = False,
 ) -> None:
     """Accept another spec (names, dtypes and shapes of the state) as the job's, so that the next launch with it opens.
 
-    A launch with another spec than the job's is refused, and the refusal names it. Launches with the old one are
-    refused from then on.
+    It prints how the two differ. A launch with another spec than the job's is refused, and the refusal names it.
+    Launches with the old one are refused from then on.
     """
     store = open_store(root)
     state = read_state(store, only_job(store, root, job))
     if state.spec_sha256 is None:
         raise UsageError(f"job {state.job}: no spec has been set yet; its first attempt sets it")
-    put(spec.diff(_spec(store, state.job, state.spec_sha256), _spec(store, state.job, spec_sha256)) or "no difference")
-    if dry_run:
-        return
+    old, new = (_spec(store, state.job, digest) for digest in (state.spec_sha256, spec_sha256))
     change = Job(uid=state.job_uid, name=state.job, spec_sha256=spec_sha256, replaces=state.spec_sha256)
-    changer_of(store, url=coordinator, token_file=token_file).append(state, change, purpose="accept-spec")
-    say(f"job {state.job} has spec {spec_sha256[:12]} from now on")
+    changer = changer_of(store, url=coordinator, token_file=token_file)
+    changed = change_or_try(changer, state, change, purpose="accept-spec", dry_run=dry_run)
+    if as_json:
+        specs = {"spec": spec_sha256, "replaces": state.spec_sha256, "differences": spec.differences(old, new)}
+        print_json({"job": state.job, **specs, **outcome(changed, dry_run=dry_run)})
+        return
+    put(spec.diff(old, new) or "no difference")
+    has = "has" if not changed else "would have" if dry_run else "now has"
+    put(f"job {state.job} {has} spec {spec_sha256[:12]}")
 
 
 def _spec(store: ObjectStore, job: str, digest: str) -> Any:  # noqa: ANN401 - JSON

@@ -22,7 +22,14 @@ def name(spec: Mapping[str, Any]) -> str:
 
 
 def diff(old: object, new: object) -> str:
-    """Return how ``new`` differs from ``old``: each changed leaf by its path, in one line that is not too long."""
+    """Return how ``new`` differs from ``old``: as ``differences``, in one line that is not too long."""
+    lines = differences(old, new)
+    more = len(lines) - _LINES_MAX
+    return "; ".join([*lines[:_LINES_MAX], *([f"and {more} more"] if more > 0 else [])])
+
+
+def differences(old: object, new: object) -> list[str]:
+    """Return how ``new`` differs from ``old``: a line for each leaf that is changed (~), gone (-) or there now (+)."""
     before, after = dict(_leaves(old, "")), dict(_leaves(new, ""))
     lines = []
     for path in sorted({*before, *after}):
@@ -32,8 +39,7 @@ def diff(old: object, new: object) -> str:
             lines.append(f"+ {path}: {after[path]}")
         elif before[path] != after[path]:
             lines.append(f"~ {path}: {before[path]} -> {after[path]}")
-    more = len(lines) - _LINES_MAX
-    return "; ".join(lines[:_LINES_MAX] + ([f"and {more} more"] if more > 0 else []))
+    return lines
 
 
 def _leaves(value: object, path: str) -> list[tuple[str, str]]:

@@ -49,6 +49,9 @@ GROUPS: dict[str, dict[str, Program]] = {
     "Keep, distrust and delete": {
         "pin": Program(module="toprope.coordinator.cli_changes", purpose="keep a checkpoint, whatever the policy says"),
         "unpin": Program(module="toprope.coordinator.cli_changes", purpose="lift a pin"),
+        "metric": Program(
+            module="toprope.coordinator.cli_changes", purpose="say what a checkpoint is worth, to keep the best"
+        ),
         "taint": Program(module="toprope.coordinator.cli_changes", purpose="say that steps are not to be trusted"),
         "gc": Program(module="toprope.coordinator.cli_changes", purpose="retire what is not kept, delete what is left"),
         "job": Program(

@@ -6,6 +6,7 @@ stored under one name with different values belongs to each of them, and is told
 
 from __future__ import annotations
 
+import fnmatch
 import itertools
 import math
 from collections.abc import Iterator, Sequence
@@ -20,6 +21,11 @@ DOCUMENT = "__document__"
 
 Box: TypeAlias = tuple[tuple[int, int], ...]
 """A block of a tensor: for each dimension where it begins and where it ends."""
+
+
+def is_named_like(name: str, patterns: Sequence[str]) -> bool:
+    """Return whether a tensor's name is like one of these patterns, such as ``model.*``; no pattern takes all."""
+    return not patterns or any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

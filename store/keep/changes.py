@@ -6,6 +6,7 @@ moment and does. Both decide by ``checked``, so both refuse the same things in t
 
 from __future__ import annotations
 
+import math
 import os
 import secrets
 import socket
@@ -19,12 +20,12 @@ from msgspec import UNSET
 from toprope.store.errors import FencedError, UsageError
 from toprope.store.keep.retention import parse_policy
 from toprope.store.log.chain import append, read_on
-from toprope.store.log.fold import JobState, needed_by, violation
-from toprope.store.log.records import Elected, Job, Pin, Record, Retire, Taint, Unpin
+from toprope.store.log.fold import METRIC_NAME, JobState, needed_by, violation
+from toprope.store.log.records import Elected, Job, Metric, Pin, Record, Retire, Taint, Unpin
 from toprope.store.log.snap import newest_snap
 from toprope.store.objects.protocol import ObjectStore
 
-Change: TypeAlias = Job | Pin | Unpin | Taint | Retire
+Change: TypeAlias = Job | Pin | Unpin | Taint | Metric | Retire
 MAX_CHANGE_BYTES = 32 * 1024
 _REASON_CHARS_MAX = 1000
 _TRIES = 5
@@ -68,6 +69,8 @@ def _wanted(state: JobState, change: Change) -> Change | None:
             return change if change.seq in state.pins else None
         case Taint():
             return _checked_taint(state, change)
+        case Metric():
+            return _checked_metric(state, change)
         case Retire():
             needed = needed_by(state)
             for seq in change.seqs:
@@ -96,6 +99,16 @@ def _checked_taint(state: JobState, taint: Taint) -> Taint | None:
     same = (taint.attempt, taint.from_step, taint.to_step)
     known = {(one.attempt, one.from_step, one.to_step) for one in state.taints}
     return None if same in known else taint
+
+
+def _checked_metric(state: JobState, metric: Metric) -> Metric | None:
+    _check_live(state, metric.seq, "measured")
+    if METRIC_NAME.fullmatch(metric.name) is None or not math.isfinite(metric.value):
+        raise UsageError(
+            f"metric {metric.name[:80]!r} of {metric.value} is not usable: give NAME=VALUE, as val_loss=2.31; a name "
+            "is 1 to 64 of a-z A-Z 0-9 . _ / - and begins with a letter or digit, a value is a finite number"
+        )
+    return None if state.values_of(metric.name).get(metric.seq) == metric.value else metric
 
 
 def taints_of(

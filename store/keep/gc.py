@@ -97,7 +97,7 @@ def survey(
     held = held_seqs(job, listing.holds) & frozen.retired
     named = set(_named_by_kept(store, frozen, {*state.live, *frozen.live}))
     named |= set(_named_by_held(store, frozen, held))
-    named |= set(_needed_by_source(store, frozen, listing))
+    named |= set(_needed_by_source(store, frozen))
     plan = plan_gc(frozen, listing, named=named, held=held)
     return _weighed(store, plan) if weigh else plan
 
@@ -166,16 +166,17 @@ def _named_by_held(store: ObjectStore, state: JobState, seqs: AbstractSet[int]) 
             continue
 
 
-def _needed_by_source(store: ObjectStore, state: JobState, listing: Listing) -> Iterator[str]:
-    """Yield all objects of the step that the current attempt began with, if it is not READY, and what those name."""
+def _needed_by_source(store: ObjectStore, state: JobState) -> Iterator[str]:
+    """Yield all objects of the step that the current attempt began with, if it is not READY, and what those name.
+
+    They are listed once the log is frozen: an index that came after the listing of the job may name older files.
+    """
     attempt = state.attempt
     if attempt is None or attempt.held is None or state.is_base(state.source_of(attempt)):
         return  # what a base names is in another job, and pinned there
     number = next(one.attempt for one in state.attempts if one.uid == attempt.held.attempt_uid)
     prefix = step_prefix(state.job, attempt=number, step=attempt.held.step)
-    for key in listing.objects:
-        if not key.startswith(prefix):
-            continue
+    for key in store.list(prefix):
         yield key
         if (sha256 := index_sha256(key)) is not None:
             index = decode(read_capped(store, key, limit=MAX_INDEX_BYTES), Index, key=key, expected_sha256=sha256)

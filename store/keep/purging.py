@@ -30,9 +30,12 @@ def check_unneeded(store: ObjectStore, state: JobState) -> None:
         )
     for name in job_names(store):
         other = state if name == state.job else read_state(store, name)
-        if other.base is not None and other.base.job == state.job and not other.restorable():
+        base = other.base
+        if base is None or (base.job, base.job_uid) != (state.job, state.job_uid):
+            continue
+        if not other.restorable():
             raise UsageError(
-                f"job {state.job}: job {name} starts from its step {other.base.step} and has no READY checkpoint of "
+                f"job {state.job}: job {name} starts from its step {base.step} and has no READY checkpoint of "
                 "its own yet"
             )
 

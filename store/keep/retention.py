@@ -6,6 +6,7 @@ kept under every policy, as the rules of the log have it.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -13,11 +14,15 @@ from itertools import islice
 from msgspec import UNSET
 
 from toprope.store.errors import UsageError
-from toprope.store.log.fold import JobState, needed_by
+from toprope.store.log.fold import METRIC_NAME, JobState, needed_by
 from toprope.store.log.records import Ready, Retire
 
 RETIRED_AT_ONCE_MAX = 2000
-_HOW = "give last=N, every=K, within=TIME or several, as in last=3,every=1000,within=12h, or 'all' to keep everything"
+_HOW = (
+    "give last=N, every=K, within=TIME, best=N:min:METRIC (or max) or several, as in last=3,every=1000,within=12h, "
+    "or 'all' to keep everything"
+)
+_BEST = re.compile(rf"([1-9][0-9]{{0,8}}):(min|max):({METRIC_NAME.pattern})")
 _UNITS_S = {"d": 86400, "h": 3600, "m": 60, "s": 1}
 _LONGEST_GAPS = 4
 
@@ -29,16 +34,23 @@ class Policy:
     And those of the last ``within_s`` seconds before the newest (0: none for that), by the times in the log. A clock
     that jumps must not retire them all: between two that follow one another at most a quarter of that time counts, and
     nothing where it went back or a time is missing.
+
+    And of those whose ``metric`` is known the ``best`` (0: none for that): the ``lowest``, or else the highest; of
+    equal ones the newer.
     """
 
     last: int = 1
     every: int = 0
     within_s: int = 0
+    best: int = 0
+    lowest: bool = True
+    metric: str = ""
 
     def __str__(self) -> str:
         unit = next(unit for unit, seconds in _UNITS_S.items() if self.within_s % seconds == 0)
         within = f",within={self.within_s // _UNITS_S[unit]}{unit}" if self.within_s else ""
-        return f"last={self.last}" + (f",every={self.every}" if self.every else "") + within
+        best = f",best={self.best}:{'min' if self.lowest else 'max'}:{self.metric}" if self.best else ""
+        return f"last={self.last}" + (f",every={self.every}" if self.every else "") + within + best
 
 
 def parse_policy(text: str) -> Policy | None:
@@ -50,8 +62,12 @@ def parse_policy(text: str) -> Policy | None:
     if text in {"", "all"}:
         return None
     given: dict[str, int] = {}
+    best: tuple[int, bool, str] | None = None
     for part in text.split(","):
         name, _, number = part.strip().partition("=")
+        if name == "best" and best is None and (found := _BEST.fullmatch(number)) is not None:
+            best = int(found[1]), found[2] == "min", found[3]
+            continue
         unit_s = 1
         if name == "within":
             unit_s = _UNITS_S.get(number[-1:], 0)
@@ -60,7 +76,8 @@ def parse_policy(text: str) -> Policy | None:
         if not known or not number.isascii() or not number.isdecimal() or not 1 <= int(number[:20]) * unit_s < 1 << 53:
             raise UsageError(f"retention {text[:80]!r} is not usable at {part[:40]!r}: {_HOW}")
         given[name] = int(number) * unit_s
-    return Policy(**given)
+    count, lowest, metric = best or (0, True, "")
+    return Policy(**given, best=count, lowest=lowest, metric=metric)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +125,16 @@ def _wanted(state: JobState, policy: Policy | None) -> Iterator[tuple[int, str]]
         yield from first.items()
     if policy.within_s:
         yield from ((seq, f"of the last {policy.within_s} s") for seq in _within(restorable, policy.within_s))
+    yield from _best(state, restorable, policy)
     yield from ((seq, f"one of the newest {policy.last}") for seq, _ in islice(restorable, policy.last))
+
+
+def _best(state: JobState, restorable: Sequence[tuple[int, Ready]], policy: Policy) -> Iterator[tuple[int, str]]:
+    values = state.values_of(policy.metric)
+    known = [seq for seq, _ in restorable if seq in values]
+    ranked = sorted(known, key=lambda seq: values[seq] if policy.lowest else -values[seq])  # of equal ones the newer
+    which = f"one of the {policy.best} with the {'lowest' if policy.lowest else 'highest'} {policy.metric}"
+    yield from ((seq, f"{which}, {values[seq]:.6g}") for seq in ranked[: policy.best])
 
 
 def _within(restorable: Sequence[tuple[int, Ready]], within_s: int) -> Iterator[int]:

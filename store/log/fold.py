@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -13,10 +14,24 @@ from typing import assert_never
 from msgspec import UNSET
 
 from toprope.store.log.ready_book import ReadyBook
-from toprope.store.log.records import FORMAT, Attempt, Base, Elected, Job, Pin, Ready, Record, Retire, Taint, Unpin
+from toprope.store.log.records import (
+    FORMAT,
+    Attempt,
+    Base,
+    Elected,
+    Job,
+    Metric,
+    Pin,
+    Ready,
+    Record,
+    Retire,
+    Taint,
+    Unpin,
+)
 
 _HEX = re.compile(r"[0-9a-f]{8,128}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
+METRIC_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,63}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +72,7 @@ class JobState:
     retired: frozenset[int] = frozenset()
     pins: frozenset[int] = frozenset()
     taints: tuple[Taint, ...] = ()
+    metrics: tuple[Metric, ...] = ()
     struck: frozenset[tuple[str, int]] = frozenset()
     retain: str = ""
     base: Base | None = None
@@ -90,6 +106,10 @@ class JobState:
     def is_tainted(self, *, attempt: int, step: int) -> bool:
         """Return whether this step of this attempt is not to be trusted."""
         return any(covers(taint, attempt=attempt, step=step) for taint in self.taints)
+
+    def values_of(self, metric: str) -> dict[int, float]:
+        """Return the value of a metric for each READY that has one."""
+        return {one.seq: one.value for one in self.metrics if one.name == metric}
 
     def ready_lineage(self) -> Iterator[tuple[int, Ready]]:
         """Yield the READYs from head up the parents, newest first, retired and tainted ones included."""
@@ -171,6 +191,8 @@ def fold(state: JobState, record: Record, *, record_sha256: str) -> JobState:
             after = replace(after, pins=state.pins | {record.seq})
         case Unpin():
             after = replace(after, pins=state.pins - {record.seq})
+        case Metric():
+            after = replace(after, metrics=(*state.metrics, record))
         case Retire():
             after = replace(after, retired=state.retired | set(record.seqs))
         case _:
@@ -178,7 +200,7 @@ def fold(state: JobState, record: Record, *, record_sha256: str) -> JobState:
     return after
 
 
-def violation(state: JobState, record: Record) -> str | None:  # noqa: PLR0911 - one line per kind of record
+def violation(state: JobState, record: Record) -> str | None:  # noqa: C901, PLR0911 - one line per kind of record
     """Return which rule ``record`` would break as number ``state.n``, or None if it is legal."""
     if why := _broken_by_any(state, record):
         return why
@@ -197,6 +219,8 @@ def violation(state: JobState, record: Record) -> str | None:  # noqa: PLR0911 -
             return None if state.is_live(record.seq) else f"it pins {record.seq}, which is no live READY"
         case Unpin():
             return None if record.seq in state.pins else f"it unpins {record.seq}, which is not pinned"
+        case Metric():
+            return _broken_by_metric(state, record)
         case Retire():
             return _broken_by_retire(state, record)
         case _:
@@ -367,6 +391,14 @@ def _broken_by_taint(state: JobState, record: Taint) -> str | None:
         (1 <= record.attempt <= state.attempt_number, f"it taints attempt {record.attempt}, which does not exist"),
         (record.from_step >= 0, f"it taints from step {record.from_step}"),
         (record.to_step is None or record.to_step >= record.from_step, "its range is empty"),
+    )
+
+
+def _broken_by_metric(state: JobState, record: Metric) -> str | None:
+    return _first(
+        (state.is_live(record.seq), f"it measures {record.seq}, which is no live READY"),
+        (METRIC_NAME.fullmatch(record.name) is not None, "its metric has no usable name"),
+        (math.isfinite(record.value), f"its {record.name} is {record.value}"),
     )
 
 

@@ -155,13 +155,21 @@ class Unpin(_Record, frozen=True, kw_only=True, tag="UNPIN"):
     seq: int
 
 
+class Metric(_Record, frozen=True, kw_only=True, tag="METRIC"):
+    """What somebody found a READY to be worth, for policies that keep the best: of one name the last value counts."""
+
+    seq: int
+    name: str
+    value: float
+
+
 class Retire(_Record, frozen=True, kw_only=True, tag="RETIRE"):
     """READYs that are no longer offered, and whose objects may be deleted."""
 
     seqs: tuple[int, ...]
 
 
-Record: TypeAlias = Job | Elected | Attempt | Ready | Taint | Pin | Unpin | Retire
+Record: TypeAlias = Job | Elected | Attempt | Ready | Taint | Pin | Unpin | Metric | Retire
 
 
 class Member(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

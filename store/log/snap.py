@@ -1,7 +1,8 @@
 """Folds of the log, beside it, so that a long log is read quickly: ``snap/<N>.json`` is that of its first N records.
 
 A fold can be computed again and is never needed. A reader takes the newest one that is whole and whose record N-1 has
-the bytes that it was made of, then reads on from record N; a damaged one is passed over with a warning.
+the bytes that it was made of, then reads on from record N; a damaged one is passed over with a warning. A whole one
+of the same job whose record N-1 is gone proves that the end of the log was lost, which nothing else would tell of.
 """
 
 from __future__ import annotations
@@ -12,10 +13,11 @@ import logging
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from toprope.store.errors import AlreadyExistsError, CorruptObjectError, MissingObjectError
+from toprope.store.errors import AlreadyExistsError, CorruptObjectError, LogCorruptError, MissingObjectError
+from toprope.store.log.chain import apply
 from toprope.store.log.fold import JobState
 from toprope.store.log.ready_book import ReadyBook
-from toprope.store.log.records import Attempt, Base, Ready, Taint
+from toprope.store.log.records import Attempt, Base, Metric, Ready, Taint
 from toprope.store.names import Key, log_key, snap_key, snaps_prefix
 from toprope.store.objects.protocol import ObjectStore
 
@@ -51,6 +53,7 @@ class Snap(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     url: str
     passing: bool
     base: Base | UnsetType = UNSET
+    metrics: tuple[Metric, ...] | UnsetType = UNSET
     sum: str = ""
 
 
@@ -76,6 +79,7 @@ def encode(state: JobState) -> bytes:
         url=state.url,
         passing=state.passing,
         base=UNSET if state.base is None else state.base,
+        metrics=state.metrics or UNSET,
     )
     return _encoded(msgspec.structs.replace(snap, sum=_sum(snap)))
 
@@ -114,6 +118,7 @@ def decode(body: bytes, *, key: Key, job: str) -> JobState:
         url=snap.url,
         passing=snap.passing,
         base=None if snap.base is UNSET else snap.base,
+        metrics=() if snap.metrics is UNSET else snap.metrics,
     )
 
 
@@ -121,14 +126,28 @@ def newest_snap(store: ObjectStore, job: str) -> JobState:
     """Return the newest fold that hangs together with the log, or that of no records if there is none.
 
     Raises:
+        LogCorruptError: the log has lost records that a fold was made of.
         UnavailableError: the store did not answer.
     """
     for key in sorted(store.list(snaps_prefix(job)), reverse=True):
-        try:
-            return _checked(store, key, job)
-        except (CorruptObjectError, MissingObjectError) as error:
-            _LOG.warning("passed over, as the log tells it all: %s", error)
+        if (state := _usable(store, key, job)) is not None:
+            return state
     return JobState(job=job)
+
+
+def check_end(store: ObjectStore, state: JobState) -> None:
+    """Check that no fold that is kept was made of more records than the log was found to have. Raises as above."""
+    for key in store.list(snaps_prefix(state.job)):
+        if key > snap_key(state.job, state.n):
+            _usable(store, key, state.job)
+
+
+def _usable(store: ObjectStore, key: Key, job: str) -> JobState | None:
+    try:
+        return _checked(store, key, job)
+    except (CorruptObjectError, MissingObjectError) as error:
+        _LOG.warning("passed over, as the log tells it all: %s", error)
+        return None
 
 
 def _checked(store: ObjectStore, key: Key, job: str) -> JobState:
@@ -137,9 +156,23 @@ def _checked(store: ObjectStore, key: Key, job: str) -> JobState:
         raise CorruptObjectError(f"{key}: {size} bytes; at most {MAX_SNAP_BYTES}")
     state = decode(store.read(key), key=key, job=job)
     tail = log_key(job, state.n - 1)
-    if hashlib.sha256(store.read(tail)).hexdigest() != state.tail_sha256:
+    try:
+        body = store.read(tail)
+    except MissingObjectError:
+        if (uid := _uid_of(store, job)) != state.job_uid:
+            raise CorruptObjectError(f"{key}: it is of job uid {state.job_uid}, and this log of {uid}") from None
+        raise LogCorruptError(
+            f"LOG_CORRUPT record {state.n - 1} ({tail}): it is missing, although {key} was made of it, so the end of "
+            "the log was lost. Nothing was changed; restore this object from a copy of the store"
+        ) from None
+    if hashlib.sha256(body).hexdigest() != state.tail_sha256:
         raise CorruptObjectError(f"{key}: it was made of another log than this one, whose record is {tail}")
     return state
+
+
+def _uid_of(store: ObjectStore, job: str) -> str:
+    state, _ = apply(JobState(job=job), store.read(log_key(job, 0)))
+    return state.job_uid
 
 
 def put_snap(store: ObjectStore, state: JobState) -> None:

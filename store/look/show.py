@@ -10,8 +10,8 @@ from toprope.store.checkpoint.ready import read_index, read_manifest
 from toprope.store.errors import UsageError
 from toprope.store.log.chain import Entry, read_entries, read_on
 from toprope.store.log.fold import JobState
-from toprope.store.log.records import Attempt, Elected, Job, Pin, Ready, Record, Retire, Taint, Unpin
-from toprope.store.log.snap import newest_snap
+from toprope.store.log.records import Attempt, Elected, Job, Metric, Pin, Ready, Record, Retire, Taint, Unpin
+from toprope.store.log.snap import check_end, newest_snap
 from toprope.store.names import checked_id, facts_key, manifest_key
 from toprope.store.objects.protocol import ObjectStore
 
@@ -87,6 +87,7 @@ def read_job(store: ObjectStore, name: str) -> JobLog:
         known = job_names(store)
         there = f"there are {', '.join(known)}" if known else "there are none"
         raise UsageError(f"job {name!r}: no such job in this store; {there}")
+    check_end(store, state)
     return JobLog(state=state, entries=tuple(entries))
 
 
@@ -121,7 +122,8 @@ def _notes(state: JobState, seq: int, ready: Ready) -> tuple[str, ...]:
         (state.is_tainted(attempt=ready.attempt, step=ready.step), "tainted"),
         (all(seq != one for one, _ in state.ready_lineage()), "left behind"),
     )
-    return tuple(note for holds, note in checks if holds)
+    measured = {one.name: f"{one.name} {one.value:.6g}" for one in state.metrics if one.seq == seq}
+    return (*(note for holds, note in checks if holds), *measured.values())
 
 
 def record_lines(entries: tuple[Entry, ...]) -> tuple[RecordLine, ...]:
@@ -160,6 +162,8 @@ def _in_words(record: Record) -> str:
             words = f"attempt {record.attempt} from step {record.from_step} {end}: {record.reason}"
         case Pin() | Unpin():
             words = f"READY {record.seq}"
+        case Metric():
+            words = f"READY {record.seq}: {record.name} {record.value:.6g}"
         case Retire():
             words = "READY " + ", ".join(str(seq) for seq in record.seqs)
         case _:

@@ -6,7 +6,6 @@ Toprope.
 
 from __future__ import annotations
 
-import fnmatch
 import functools
 import json
 import math
@@ -24,7 +23,7 @@ from toprope.store.checkpoint.header import Written, header_bytes
 from toprope.store.checkpoint.leaves import Leaves, leaves_of
 from toprope.store.checkpoint.manifest import Index, Manifest, sha256
 from toprope.store.checkpoint.shard import ITEM_BYTES
-from toprope.store.checkpoint.whole import DOCUMENT, Whole, gather, untiled
+from toprope.store.checkpoint.whole import DOCUMENT, Whole, gather, is_named_like, untiled
 from toprope.store.errors import CorruptObjectError, StoreError, UsageError
 from toprope.store.log.fold import JobState
 from toprope.store.names import facts_key
@@ -146,9 +145,8 @@ def choose(wholes: Sequence[Whole], wanted: Wanted) -> tuple[Whole, ...]:
         UsageError: there is none, or one is of single ranks, which was not asked for.
         StoreError: the pieces of one don't make up all of it exactly once.
     """
-    kept = [whole for whole in wholes if whole.name != DOCUMENT or wanted.per_rank]
-    if wanted.only:
-        kept = [one for one in kept if _is_asked_for(one.name, wanted)]
+    kept = [one for one in wholes if one.name != DOCUMENT or wanted.per_rank]
+    kept = [one for one in kept if is_named_like(one.name, wanted.only)]
     if not kept:
         names = sorted({whole.name for whole in wholes} - {DOCUMENT})
         raise UsageError(f"no tensor is named like {', '.join(wanted.only) or '*'}; there are {_some(names)}")
@@ -269,14 +267,10 @@ def _leaves(store: ObjectStore, wholes: Sequence[Whole], wanted: Wanted, *, job:
         found = leaves_of([msgspec.json.decode(body, type=dict[str, Any]) for body in bodies])
     except (msgspec.DecodeError, KeyError, TypeError, AttributeError) as error:
         raise CorruptObjectError(f"job {job}: the document of a rank is not one: {error!r:.200}") from error
-    values = {name: value for name, value in found.values.items() if _is_asked_for(name, wanted)}
-    left_out = tuple(name for name in found.left_out if _is_asked_for(name, wanted))
+    values = {name: value for name, value in found.values.items() if is_named_like(name, wanted.only)}
+    left_out = tuple(name for name in found.left_out if is_named_like(name, wanted.only))
     stripped = {name.removeprefix(wanted.prefix_strip): value for name, value in values.items()}
     return Leaves(values=stripped, renamed=found.renamed, left_out=left_out)
-
-
-def _is_asked_for(name: str, wanted: Wanted) -> bool:
-    return not wanted.only or any(fnmatch.fnmatchcase(name, pattern) for pattern in wanted.only)
 
 
 def _write_with_torch(

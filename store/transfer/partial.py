@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from pathlib import Path
 from toprope.store.checkpoint.assemble import read_indexes, shard_metadata, tensor_bytes
 from toprope.store.checkpoint.header import Written, header_bytes
 from toprope.store.checkpoint.manifest import Index, Tensor
-from toprope.store.checkpoint.whole import DOCUMENT
+from toprope.store.checkpoint.whole import DOCUMENT, is_named_like
 from toprope.store.errors import UsageError
 from toprope.store.log.fold import JobState
 from toprope.store.look.sample import alone
@@ -89,7 +88,7 @@ def restore_part(
 
 
 def _chosen(index: Index, only: Sequence[str]) -> list[Tensor]:
-    return [tensor for tensor in index.tensors if any(fnmatch.fnmatchcase(tensor.name, pattern) for pattern in only)]
+    return [tensor for tensor in index.tensors if is_named_like(tensor.name, only)]
 
 
 def _write(store: ObjectStore, path: Path, index: Index, tensors: Sequence[Tensor], *, job: str) -> None:

@@ -156,6 +156,12 @@ def test_a_command_alone_is_elected_for_the_moment(
         (("taint", "job@30", "--reason", "x", "--attempt", "2"), 64, "there is no attempt 2"),
         (("job", "retain", "last=0"), 64, "give last=N, every=K, within=TIME"),
         (("job", "accept-spec", "ab" * 32), 64, "no launch was refused for a spec"),
+        (("metric", "job@11", "val_loss=2"), 3, "no READY checkpoint of step 11"),
+        (("metric", "job@10", "val_loss"), 64, "'val_loss' is not usable: give NAME=VALUE"),
+        (("metric", "job@10", "val_loss=low"), 64, "give NAME=VALUE, as val_loss=2.31"),
+        (("metric", "job@10", "val_loss=nan"), 64, "a value is a finite number"),
+        (("metric", "job@10", "=2"), 64, "a name is 1 to 64 of"),
+        (("metric", "job@10", "a:b=2"), 64, "a name is 1 to 64 of"),
         (("gc", "--retain", "newest"), 64, "give last=N, every=K, within=TIME"),
     ],
 )
@@ -386,7 +392,8 @@ async def test_a_spec_that_was_refused_can_be_accepted(
         command = refused.text.rpartition("ckpt ")[2].replace("ROOT", str(tmp_path)).split()
         n = (await live.state()).n
         assert await live.ckpt(*command, "--dry-run") == 0
-        assert capsys.readouterr().out == "~ model.weight[1]: [2, 3] -> [2, 4]\n"
+        told = "~ model.weight[1]: [2, 3] -> [2, 4]\njob job would have spec " + command[3][:12] + "\n"
+        assert capsys.readouterr().out == told
         assert (await live.state()).n == n
         assert await live.ckpt(*command) == 0
         assert (await live.coordinator.open(ask)).code != "spec-mismatch"

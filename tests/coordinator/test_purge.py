@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,13 +19,14 @@ from tests.support.stores import JobBuilder, small_store
 
 from toprope.coordinator.adapters.http import served
 from toprope.coordinator.basing import pinned_base
+from toprope.store.checkpoint.manifest import sha256
 from toprope.store.errors import UnavailableError
 from toprope.store.keep.holds import holding
 from toprope.store.keep.purging import delete, keys_of
 from toprope.store.log.chain import read_log
 from toprope.store.log.records import Elected, Held, Job
 from toprope.store.look.verify import verify_checkpoint
-from toprope.store.names import Key
+from toprope.store.names import Key, facts_key
 from toprope.store.objects.directory import DirectoryStore
 
 
@@ -35,7 +37,12 @@ def two_jobs(tmp_path: Path) -> DirectoryStore:
     small_store(store)
     small_store(store, name="other")
     store.create(Key("probe/" + "0a" * 16), b"")
+    store.create(facts_key("job", sha256(WIDER)), WIDER)
     return store
+
+
+WIDER = b'{"model":{"weight":["F32",[2,4]]}}'
+"""A spec that no attempt of ``job`` has had."""
 
 
 def of_job(root: Path, name: str) -> dict[str, bytes]:
@@ -101,6 +108,26 @@ def test_it_refuses_while_something_answers_that_may_be_its_coordinator(
     assert contents(tmp_path) == before
 
 
+def test_it_refuses_while_one_answers_that_reigned_before_the_last(
+    two_jobs: DirectoryStore, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def purge() -> int:
+        async with served(web.Application(), ANYWHERE) as url:
+            log = LogWriter(two_jobs, "other")
+            log.add(Elected(url=url), Elected(url=nobody_at()), Elected(passing=True))
+            return await asyncio.to_thread(ckpt, "job", "purge", tmp_path, "other", "--confirm", "other")
+
+    assert asyncio.run(purge()) == 64
+    assert "end it first" in capsys.readouterr().err
+    assert asyncio.run(asyncio.to_thread(ckpt, "job", "purge", tmp_path, "other", "--confirm", "other")) == 0
+
+
+def nobody_at() -> str:
+    """Return a url at which nobody answers."""
+    with socket.create_server(("127.0.0.1", 0)) as was:
+        return f"http://127.0.0.1:{was.getsockname()[1]}"
+
+
 @pytest.mark.usefixtures("two_jobs")
 def test_the_coordinator_of_another_job_at_its_address_does_not_keep_it(tmp_path: Path) -> None:
     async def purge() -> int:
@@ -135,6 +162,15 @@ def test_it_refuses_while_another_job_has_nothing_but_this_one_to_start_from(
     own = attempt(1, uid=uid(9), held=Held(attempt_uid=base.attempt_uid, step=10), from_step=10)
     log.add(own, msgspec.structs.replace(ready(20), attempt_uid=uid(9)))
     assert ckpt("job", "purge", tmp_path, "job", "--confirm", "job") == 0, "it has one of its own by now"
+
+
+def test_a_job_that_started_from_an_earlier_one_of_that_name_does_not_keep_it(
+    two_jobs: DirectoryStore, tmp_path: Path
+) -> None:
+    base = pinned_base(two_jobs, "new", at="job@10", take="all", token="", say=lambda _: None)
+    earlier = msgspec.structs.replace(base, job_uid="0e" * 16)
+    LogWriter(two_jobs, "new").add(named(), Elected(), named(base=earlier), named(spec_sha256=SPEC))
+    assert ckpt("job", "purge", tmp_path, "job", "--confirm", "job") == 0
 
 
 def named(**more: Any) -> Job:  # noqa: ANN401 - as the record takes it
@@ -173,7 +209,9 @@ TRIED: dict[str, Callable[[Path], list[object]]] = {
     "pin": lambda root: ["pin", root, "job@10"],
     "unpin": lambda root: ["unpin", root, "job@20"],
     "taint": lambda root: ["taint", root, "job@20..", "--reason", "nan"],
+    "metric": lambda root: ["metric", root, "job@20", "val_loss=2.5"],
     "retain": lambda root: ["job", "retain", root, "last=1", "--job", "job"],
+    "accept-spec": lambda root: ["job", "accept-spec", root, sha256(WIDER), "--job", "job"],
 }
 
 

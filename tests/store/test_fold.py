@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import msgspec
@@ -10,7 +11,7 @@ from tests.support.fake_store import FakeStore
 from tests.support.logs import SPEC, LogWriter, attempt, job, ready, uid
 
 from toprope.store.log.fold import JobState, violation
-from toprope.store.log.records import Elected, Held, Pin, Record, Retire, Struck, Taint, Unpin
+from toprope.store.log.records import Elected, Held, Metric, Pin, Record, Retire, Struck, Taint, Unpin
 
 NONCE = "0" * 32
 
@@ -246,6 +247,15 @@ def test_pins_name_a_live_ready() -> None:
     assert legal(log.state, Unpin(seq=4)) is None
     log.add(Unpin(seq=4))
     assert log.state.pins == frozenset()
+
+
+def test_a_metric_is_a_finite_number_of_a_live_ready() -> None:
+    log = two_readies()
+    assert "no live READY" in str(legal(log.state, Metric(seq=3, name="loss", value=1.0)))
+    assert "no usable name" in str(legal(log.state, Metric(seq=4, name="a b", value=1.0)))
+    assert "its loss is inf" in str(legal(log.state, Metric(seq=4, name="loss", value=math.inf)))
+    log.add(Metric(seq=4, name="loss", value=1.0), Metric(seq=4, name="loss", value=2.0))
+    assert log.state.values_of("loss") == {4: 2.0}
 
 
 def retire_cases() -> list[tuple[Callable[[LogWriter], object], int, str]]:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import pytest
+from msgspec.structs import replace
 from tests.support.fake_store import FakeStore
 from tests.support.logs import uid
 from tests.support.stores import JobBuilder, small_store
 
+from toprope.store.checkpoint.manifest import Index, decode, sha256
 from toprope.store.errors import MissingObjectError, StoreError, UnavailableError
 from toprope.store.keep.gc import GcPlan, execute, survey
 from toprope.store.keep.holds import HoldWatch, holding, in_a_thread
@@ -20,7 +22,7 @@ from toprope.store.log.chain import read_log
 from toprope.store.log.fold import JobState
 from toprope.store.log.records import Elected, Held, Pin, Retire
 from toprope.store.look.verify import verify_checkpoint
-from toprope.store.names import Key, hold_key, holds_prefix, snap_key
+from toprope.store.names import Key, hold_key, holds_prefix, snap_key, snaps_prefix
 from toprope.store.objects.protocol import ObjectStore
 from toprope.store.transfer.restore import plan as plan_restore
 
@@ -145,6 +147,28 @@ def test_the_source_of_the_current_attempt_stays_though_it_is_not_ready() -> Non
     job.open_attempt(ready=job.log.state.head, from_step=30)
     collect(store)
     assert len(objects_under(store, "s000000020")) == 0
+
+
+def test_what_a_source_names_stays_though_its_index_came_after_the_job_was_listed() -> None:
+    store = FakeStore()
+    job = small_store(store, steps=(10, 15, 18))
+    body = store.read(Key(job.put_shard(step=17, rank=1).index_key))
+    older = decode(body, Index, key="", expected_sha256=sha256(body)).files[0]
+    job.log.add(Retire(seqs=(4,)))
+
+    class OpensMeanwhile(FakeStore):
+        def list(self, prefix: str) -> Iterator[Key]:
+            yield from tuple(super().list(prefix))
+            if prefix == snaps_prefix("job"):
+                for rank in range(2):
+                    job.put_shard(step=20, rank=rank, change=lambda one: replace(one, files=(*one.files, older)))
+                job.open_attempt(held=Held(attempt_uid=uid(1), step=20), from_step=20)
+
+    meanwhile = OpensMeanwhile()
+    meanwhile.objects = store.objects
+    plan = collect(meanwhile, job.log.state)
+    assert any(one.why == "READY 4 is retired" for one in plan.condemned)
+    assert Key(older.key) in store.objects
 
 
 @pytest.mark.parametrize("kind", ["/manifests/a1-s000000030", "s000000030/rank-00001-of-00002-"])

@@ -14,7 +14,7 @@ from tests.support.logs import LogWriter, attempt, ready
 from toprope.store.errors import UsageError
 from toprope.store.keep.retention import Policy, make_retire, parse_policy, plan_retention
 from toprope.store.log.fold import JobState, needed_by
-from toprope.store.log.records import Pin, Taint
+from toprope.store.log.records import Metric, Pin, Taint
 
 
 def job_of(steps: Sequence[int]) -> LogWriter:
@@ -42,6 +42,8 @@ def retired(state: JobState, policy: str) -> dict[int, str]:
         ("within=90m", Policy(within_s=5400)),
         ("within=36h,last=2,every=9", Policy(last=2, every=9, within_s=129600)),
         ("within=2d", Policy(within_s=172800)),
+        ("best=2:min:val_loss", Policy(best=2, lowest=True, metric="val_loss")),
+        ("best=1:max:eval/acc,last=3", Policy(last=3, best=1, lowest=False, metric="eval/acc")),
         ("all", None),
         ("", None),
     ],
@@ -65,10 +67,17 @@ def test_a_policy_is_read(text: str, policy: Policy | None) -> None:
         "within=3",
         "within=h",
         "within=0h",
+        "best=2",
+        "best=0:min:loss",
+        "best=2:val_loss",
+        "best=2:low:val_loss",
+        "best=2:min:",
+        "best=2:min:a b",
+        "best=1:min:a,best=1:max:a",
     ],
 )
 def test_what_is_no_policy_is_refused_with_what_is_one(text: str) -> None:
-    with pytest.raises(UsageError, match="give last=N, every=K, within=TIME or several"):
+    with pytest.raises(UsageError, match="give last=N, every=K, within=TIME, best=N:min:METRIC"):
         parse_policy(text)
 
 
@@ -156,6 +165,33 @@ def test_what_a_rollback_left_behind_is_retired() -> None:
     log.add(attempt(2, ready=4, from_step=10), ready(15, number=2, parent=4), ready(18, number=2, parent=7 + 1))
     assert kept(log.state, "last=2") == [10, 15, 18]
     assert retired(log.state, "last=2") == {20: "left behind by a rollback", 30: "left behind by a rollback"}
+
+
+def measured(*values: float | None, name: str = "val_loss") -> LogWriter:
+    """Return a job with READY steps 1, 2 and so on, of these values; None: nobody has measured it."""
+    log = job_of(range(1, len(values) + 1))
+    for seq, value in zip(log.state.readies, values, strict=True):
+        if value is not None:
+            log.add(Metric(seq=seq, name=name, value=value))
+    return log
+
+
+def test_the_best_by_a_metric_are_kept_and_of_equal_ones_the_newer() -> None:
+    state = measured(0.5, 0.1, 0.3, None, 0.1, 0.9, None, None).state
+    assert kept(state, "best=1:min:val_loss") == [5, 7, 8]
+    assert kept(state, "best=3:min:val_loss") == [2, 3, 5, 7, 8]
+    assert kept(state, "best=1:max:val_loss,last=3") == [6, 7, 8]
+    assert kept(state, "best=9:max:accuracy") == [7, 8]
+    plan = plan_retention(state, parse_policy("best=1:min:val_loss"))
+    assert plan.kept[0].why == "one of the 1 with the lowest val_loss, 0.1"
+
+
+def test_the_best_is_what_was_measured_last_and_is_to_be_trusted() -> None:
+    log = measured(0.5, 0.1, 0.3, 0.7, 0.8, 0.9)
+    log.add(Metric(seq=5, name="val_loss", value=0.6), Metric(seq=6, name="other", value=0.01))
+    assert kept(log.state, "best=1:min:val_loss") == [3, 5, 6]
+    log.add(Taint(attempt=1, from_step=3, to_step=3, reason="the wrong data"))
+    assert kept(log.state, "best=1:min:val_loss") == [1, 5, 6]
 
 
 def test_no_policy_keeps_everything() -> None:

@@ -6,13 +6,14 @@ import time
 
 import pytest
 from tests.support.fake_store import FakeStore
-from tests.support.logs import LogWriter, attempt, ready, uid
+from tests.support.logs import SPEC, LogWriter, attempt, job, ready, uid
 
+from toprope.store.errors import LogCorruptError
 from toprope.store.log.chain import read_log, read_on
 from toprope.store.log.fold import JobState
-from toprope.store.log.records import Held, Pin, Retire, Struck, Taint
+from toprope.store.log.records import Elected, Held, Metric, Pin, Retire, Struck, Taint
 from toprope.store.log.snap import decode, encode, newest_snap, put_snap
-from toprope.store.look.show import read_state
+from toprope.store.look.show import read_job, read_state
 from toprope.store.names import Key, log_key, snap_key
 
 
@@ -29,6 +30,7 @@ def eventful() -> tuple[CountingStore, LogWriter]:
     store = CountingStore()
     log = LogWriter(store).begin()
     log.add(attempt(1), ready(10), ready(20, parent=4), ready(30, parent=5), Pin(seq=4))
+    log.add(Metric(seq=6, name="val_loss", value=2.0))
     log.add(ready(35, parent=6), Retire(seqs=(5,)))
     log.add(Taint(attempt=1, from_step=30, to_step=None, reason="NaN"))
     struck = (Struck(attempt_uid=uid(1), step=30, why="bad"),)
@@ -72,7 +74,8 @@ def test_a_fold_of_another_log_is_passed_over_for_an_older_one_of_this() -> None
     store, log = eventful()
     older = read_on(store, JobState(job="job"))
     put_snap(store, older)
-    other = LogWriter(FakeStore()).begin()
+    other = LogWriter(FakeStore())
+    other.add(job(job_uid="0e" * 16), Elected(), job(spec=SPEC, job_uid="0e" * 16))
     other.add(attempt(1), *(ready(step) for step in (1,)))
     for step in range(2, 20):
         other.add(ready(step, parent=other.state.head))
@@ -91,11 +94,20 @@ def test_no_fold_is_needed() -> None:
     assert read_state(store, "job") == log.state
 
 
-def test_a_record_that_is_gone_stops_a_reader_that_begins_at_a_fold_before_it() -> None:
+def test_a_fold_of_more_records_than_there_are_proves_that_the_end_of_the_log_was_lost() -> None:
     store, log = eventful()
     put_snap(store, log.state)
     del store.objects[log_key("job", log.state.n - 1)]
-    assert newest_snap(store, "job") == JobState(job="job")
+    named = rf"LOG_CORRUPT record {log.state.n - 1} .*although {snap_key('job', log.state.n)} was made of it"
+    for read in (newest_snap, read_state, read_job):
+        with pytest.raises(LogCorruptError, match=named):
+            read(store, "job")
+
+
+def test_a_fold_that_is_none_proves_nothing_of_a_longer_log() -> None:
+    store, log = eventful()
+    store.objects[snap_key("job", log.state.n + 5)] = b"{}"
+    assert read_job(store, "job").state == log.state
 
 
 @pytest.mark.long
