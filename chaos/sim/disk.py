@@ -19,6 +19,8 @@ from typing import Any, cast
 
 from toprope.sidecar.ports import SyncError
 
+_WRITE_ERRORS = {"full": errno.ENOSPC, "io": errno.EIO}
+
 
 @functools.cache
 def _some_descriptor() -> int:
@@ -54,6 +56,7 @@ class _DiskPath(PurePosixPath):
         return self.name in self.disk.names
 
     def open(self, *_args: object, **_kwargs: object) -> io.BytesIO:
+        self.disk.check_readable(self.name)
         return _Opened(self.disk.read(self.name))
 
 
@@ -62,12 +65,16 @@ class DiedError(Exception):
 
 
 class SimDisk:
-    """One directory. ``trouble`` is what its next calls meet with; ``flipped`` are the files changed on purpose."""
+    """One directory. ``trouble`` is what its next calls meet with; ``flipped`` are the files changed on purpose.
+
+    ``slow_s``: how much longer a write takes.
+    """
 
     def __init__(self, rng: random.Random) -> None:
         self.names: dict[str, _Body] = {}
         self.durable_names: dict[str, _Body] = {}
         self.trouble = ""
+        self.slow_s = 0.0
         self.flipped: set[str] = set()
         self.dies_in = 0
         self.on_death: Callable[[], None] = lambda: None
@@ -80,8 +87,8 @@ class SimDisk:
     def write(self, path: Path, body: memoryview) -> None:
         """Write a new file and sync it."""
         self._live()
-        if self.trouble == "full":
-            raise OSError(errno.ENOSPC, "No space left on device")
+        if self.trouble in _WRITE_ERRORS:
+            raise OSError(_WRITE_ERRORS[self.trouble], os.strerror(_WRITE_ERRORS[self.trouble]))
         self.names[path.name] = entry = _Body(bytes(body))
         self._sync()
         entry.synced = True
@@ -121,6 +128,11 @@ class SimDisk:
         if name not in self.names:
             raise FileNotFoundError(errno.ENOENT, "No such file", name)
         return self.names[name].data
+
+    def check_readable(self, name: str) -> None:
+        """Raise what a program meets that opens a file."""
+        if self.trouble == "io":
+            raise OSError(errno.EIO, os.strerror(errno.EIO), name)
 
     def cut_power(self) -> None:
         """Lose any part of what was not made durable."""

@@ -67,6 +67,14 @@ class _WrongError(Exception):
     """Bytes are not what they should be, or can't be had."""
 
 
+class _WrongDigestError(_WrongError):
+    """What came has another digest: the owner is told which."""
+
+    def __init__(self, found: str) -> None:
+        super().__init__(f"what came has digest {found}")
+        self.found = found
+
+
 @dataclass(slots=True, kw_only=True)
 class _Serve:
     """Bytes of a copy on their way to a reader."""
@@ -301,19 +309,20 @@ class SimSidecar:
         if (page.seq, page.state) != (effect.seq, wanted):
             raise _WrongError(f"its page says {page.state} of seq {page.seq}")
         half = page.bytes // 2
-        first = bytes(file.data[:half])
-        self.world.at("hash")
-        await self._pause(0.05)
-        image = first + bytes(file.data[half : page.bytes])
-        _check_header(image, shard_of_page(page))
-        found = digest(image)
-        if effect.digest and found != effect.digest:
-            raise _WrongError(f"its digest is {found}; it was {effect.digest}")
-        if file.page != page:
-            raise _WrongError("it was written to while it was hashed")
-        if not effect.digest:
-            file.page = replace(page, state=SlotState.HASHED, digest=found)
-        return shard_of_page(replace(page, digest=found))
+        with self.world.trace.phase("hashing", (page.attempt_uid, page.step, page.rank)):
+            first = bytes(file.data[:half])
+            self.world.at("hash")
+            await self._pause(0.05)
+            image = first + bytes(file.data[half : page.bytes])
+            _check_header(image, shard_of_page(page))
+            found = digest(image)
+            if effect.digest and found != effect.digest:
+                raise _WrongError(f"its digest is {found}; it was {effect.digest}")
+            if file.page != page:
+                raise _WrongError("it was written to while it was hashed")
+            if not effect.digest:
+                file.page = replace(page, state=SlotState.HASHED, digest=found)
+            return shard_of_page(replace(page, digest=found))
 
     def _digest(self, file: File) -> str:
         image = bytes(file.data[: file.page.bytes])
@@ -331,9 +340,11 @@ class SimSidecar:
         nonces = (rng.randbytes(8).hex(), rng.randbytes(8).hex())
         await self._pause(0.05)
         try:
-            path = await self._bulk(
-                lambda: self._local.store(shard, self._image(shard.rank, effect.slot, shard.bytes), nonces=nonces)
-            )
+            with self.world.trace.phase("local write", _place(shard)):
+                await asyncio.sleep(self.node.disk.slow_s)
+                path = await self._bulk(
+                    lambda: self._local.store(shard, self._image(shard.rank, effect.slot, shard.bytes), nonces=nonces)
+                )
         except LocalError as error:
             failed = on.StoreFailed(
                 tier="local",
@@ -354,9 +365,10 @@ class SimSidecar:
         nonce = self.world.loop.rng.randbytes(16).hex()
         await self._pause(0.2)
         try:
-            receipt = await self.world.loop.stepwise(
-                lambda: self._objects.put(shard, self._image(shard.rank, effect.slot, shard.bytes), nonce=nonce)
-            )
+            with self.world.trace.phase("object upload", _place(shard)):
+                receipt = await self.world.loop.stepwise(
+                    lambda: self._objects.put(shard, self._image(shard.rank, effect.slot, shard.bytes), nonce=nonce)
+                )
         except (CkptError, DamagedError) as error:
             damaged = isinstance(error, DamagedError | CorruptObjectError)
             self.post(on.StoreFailed(tier="object", shard=shard, slot=effect.slot, reason=str(error), damaged=damaged))
@@ -405,14 +417,15 @@ class SimSidecar:
         if file is None or len(file.data) < shard.bytes:
             file = self._memory.spares[shard.rank, effect.spare] = File(bytearray(shard.bytes))
         try:
-            await self._receive(effect.url, shard, file)
-            found = digest(bytes(file.data[: shard.bytes]))
-            if not _is_right(found, shard.digest):
-                self.world.trace.sometimes("a pull brought wrong bytes")
-                self.post(on.PullFailed(shard=shard, spare=effect.spare, reason=f"what came has digest {found}"))
-                await self._acknowledge(effect, found)
-                return
-            _check_header(bytes(file.data[: shard.bytes]), shard)
+            with self.world.trace.phase("peer replication", _place(shard)):
+                await self._receive(effect.url, shard, file)
+                _check_digest(digest(bytes(file.data[: shard.bytes])), shard)
+                _check_header(bytes(file.data[: shard.bytes]), shard)
+        except _WrongDigestError as error:
+            self.world.trace.sometimes("a pull brought wrong bytes")
+            self.post(on.PullFailed(shard=shard, spare=effect.spare, reason=str(error)))
+            await self._acknowledge(effect, error.found)
+            return
         except (NetError, _WrongError) as error:
             self.post(on.PullFailed(shard=shard, spare=effect.spare, reason=str(error)))
             return
@@ -436,6 +449,7 @@ class SimSidecar:
             return number
 
         serve = await part(0, half, 0)
+        self.world.at("receive")
         await self._pause(0.05)
         await part(half, shard.bytes, serve)
 
@@ -521,9 +535,11 @@ class SimSidecar:
     async def _stage(self, effect: do.Stage) -> None:
         shard, tried, again = effect.shard, [], False
         for way in effect.ways:
+            place = (effect.attempt_uid, effect.step, shard.rank)
             try:
-                path = await self._taken(effect, way)
-            except (_WrongError, NetError, CkptError) as error:
+                with self.world.trace.phase(f"staging from {way.kind} {way.tier}", place):
+                    path = await self._taken(effect, way)
+            except (_WrongError, NetError, CkptError, OSError) as error:
                 tried.append(f"{way.tier} of {way.node}: {error}")
                 again |= isinstance(error, NetError | UnavailableError)
                 continue
@@ -540,6 +556,8 @@ class SimSidecar:
         shard = effect.shard
         if way.kind == "here":
             await self._pause(0.05)
+            if way.tier == "local":
+                self.node.disk.check_readable(way.path)
             body = self.node.bytes_at(way.path, shard.bytes)
             if body is None or not _is_right(digest(body), shard.digest):
                 event = on.CopyDoubted(
@@ -684,9 +702,18 @@ def _held(after: int) -> Callable[[SimSidecar], Coroutine[object, object, Invent
     return lambda car: car.inventory_after(after)
 
 
+def _place(shard: Shard) -> tuple[str, int, int]:
+    return shard.attempt_uid, shard.step, shard.rank
+
+
 def _is_right(found: str, expected: str) -> bool:
     """Say whether bytes are what they should be: the rule that the mutants "pull" and "stage" switch off."""
     return found == expected
+
+
+def _check_digest(found: str, shard: Shard) -> None:
+    if not _is_right(found, shard.digest):
+        raise _WrongDigestError(found)
 
 
 def _check_header(image: bytes, shard: Shard) -> None:

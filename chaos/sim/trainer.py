@@ -293,7 +293,8 @@ class Rank:
         for round_number in range(16):
             attempt = await self._opened(members, round_number)
             try:
-                await self._enter(attempt)
+                with self.world.trace.phase("restore", (attempt.uid, attempt.from_step, self.rank)):
+                    await self._enter(attempt)
             except _NextRoundError as reason:
                 self.world.trace.sometimes("another round was asked for")
                 self.world.trace.note(self.process.name, f"asks for another round: {reason}")
@@ -472,15 +473,16 @@ class Rank:
             asked=asked,
         )
         rng, half = self.world.loop.rng, len(image) // 2
-        file.page = page
-        await asyncio.sleep(rng.uniform(0.0, _COPY_S))
-        file.data[:half] = image[:half]
-        self.world.at("copy")
-        await asyncio.sleep(rng.uniform(0.0, _COPY_S))
-        file.data[half : len(image)] = image[half:]
-        file.flipped = False
-        self.world.oracle.on_sealed((attempt.uid, step, self.rank), image)
-        file.page = replace(page, state=SlotState.SEALED, bytes=len(image))
+        with self.world.trace.phase("shm copy", (attempt.uid, step, self.rank)):
+            file.page = page
+            await asyncio.sleep(rng.uniform(0.0, _COPY_S))
+            file.data[:half] = image[:half]
+            self.world.at("copy")
+            await asyncio.sleep(rng.uniform(0.0, _COPY_S))
+            file.data[half : len(image)] = image[half:]
+            file.flipped = False
+            self.world.oracle.on_sealed((attempt.uid, step, self.rank), image)
+            file.page = replace(page, state=SlotState.SEALED, bytes=len(image))
         self.world.trace.note(self.process.name, f"sealed step {step} in slot {frame.slot}", step=step)
         sealed = wire.Sealed(slot=frame.slot, seq=frame.seq, attempt_uid=attempt.uid, step=step, bytes=len(image))
         self._said.sealed[frame.slot] = sealed
