@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import os
-import signal
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -14,16 +11,20 @@ import msgspec
 import typer
 from rich.console import Console
 
+from toprope.chaos import cli_scenarios
 from toprope.chaos import demo as the_demo
-from toprope.chaos.live.processes import LiveError
+from toprope.chaos.live.processes import LiveError, ending_well
 from toprope.chaos.progress import Progress
 from toprope.chaos.report import render
 from toprope.chaos.sim import search, shrink
 from toprope.store.errors import CkptError, UsageError
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
-chaos = typer.Typer(add_completion=False, rich_markup_mode=None, help="Search for broken promises.")
+chaos = typer.Typer(add_completion=False, rich_markup_mode=None, help="Break things on purpose, and judge the result.")
 app.add_typer(chaos, name="chaos")
+chaos.command("run")(cli_scenarios.run_scenario)
+chaos.command("list")(cli_scenarios.list_scenarios)
+chaos.command()(cli_scenarios.soak)
 _STEPS_MIN = 12
 
 
@@ -33,7 +34,7 @@ class DemoError(CkptError):
 
 @chaos.callback()
 def searches() -> None:
-    """Search for broken promises."""
+    """Break things on purpose, and judge the result."""
 
 
 @chaos.command()
@@ -112,20 +113,10 @@ def demo(
     raise typer.Exit(0 if good else 1)
 
 
-@contextmanager
-def _ending_well() -> Iterator[None]:
-    """Let SIGTERM end the demo as Ctrl-C does: with all that it started."""
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
 def _run(plan: the_demo.Plan, directory: Path, json: Path | None) -> bool:
     console = Console(stderr=True)
     try:
-        with _ending_well(), Progress(console) as progress:
+        with ending_well(), Progress(console) as progress:
             report = the_demo.run(plan, directory, progress)
     except LiveError as error:
         raise DemoError(f"the demo stopped: {error}") from error

@@ -20,6 +20,10 @@ class Event(msgspec.Struct, frozen=True, kw_only=True):
     error: str = ""
     world: int = 0
     restored: tuple[dict[str, Any], ...] = ()
+    took_s: float = 0.0
+    """Of a step: how long its ``end_step`` took."""
+    saved: bool = False
+    """Of a step: whether a snapshot of it was taken."""
 
 
 class Final(msgspec.Struct, frozen=True, kw_only=True):

@@ -78,6 +78,8 @@ class Cluster:
     """The object store that the services use; without one, a directory."""
     coordinator_words: tuple[str, ...] = ()
     """What else the coordinator is told."""
+    broker_detour: int = 0
+    """The port on which sidecars reach the broker, if it is not its own: a proxy stands before it."""
     nodes: dict[str, Node] = field(init=False, default_factory=dict)
     broker: Process | None = field(init=False, default=None)
     coordinator: Running | None = field(init=False, default=None)
@@ -106,6 +108,11 @@ class Cluster:
         """Where the coordinator serves, now or after its restart."""
         return f"http://127.0.0.1:{self._coordinator_port}"
 
+    @property
+    def broker_port(self) -> int:
+        """Where the broker serves, now or after its restart."""
+        return self._broker_port
+
     def log(self, name: str) -> Path:
         """Return the log file of a process."""
         return self.directory / "logs" / f"{name}.log"
@@ -128,6 +135,10 @@ class Cluster:
         wait_ready(self.coordinator, ready)
         return self.coordinator
 
+    def move_coordinator(self) -> None:
+        """Let the next coordinator serve on another port: one that runs goes on where it is."""
+        self._coordinator_port = free_port()
+
     def start_sidecar(self, name: str, *, env: Mapping[str, str] | None = None) -> Node:
         """Start a node's sidecar and wait until it serves; a node of a new name, or one that was erased, is empty."""
         node = self.nodes.setdefault(name, self._new_node(name))
@@ -135,7 +146,8 @@ class Cluster:
         node.local_dir.mkdir(parents=True, exist_ok=True)
         ready = self._ready_file(f"sidecar-{name}")
         arguments = ["--job", self.job, "--node", name, "--coordinator", self.coordinator_url]
-        arguments += ["--broker", f"127.0.0.1:{self._broker_port}", "--memory-dir", str(node.memory_dir)]
+        broker = self.broker_detour or self._broker_port
+        arguments += ["--broker", f"127.0.0.1:{broker}", "--memory-dir", str(node.memory_dir)]
         arguments += ["--local-dir", str(node.local_dir), "--store", self.root, "--socket", str(node.socket)]
         arguments += ["--ready-file", str(ready), "--grace", "0"]
         words = ["sidecar", *arguments]
@@ -175,7 +187,9 @@ class Cluster:
         return "\n".join(lines)
 
     def stop(self) -> None:
-        """End what still runs, trainers first; keep the memory directories with the rest."""
+        """End what still runs, trainers first; keep the memory directories with the rest. Once is enough."""
+        if not self.memory.exists():
+            return
         processes = [node.agent for node in self.nodes.values()] + [node.sidecar for node in self.nodes.values()]
         for process in (*processes, self.coordinator, self.broker):
             if process is not None and process.status() is None:

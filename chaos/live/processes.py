@@ -191,6 +191,16 @@ def wait_ready(process: Running, ready_file: Path, *, timeout_s: float = 30.0) -
     return ready
 
 
+@contextlib.contextmanager
+def ending_well() -> Iterator[None]:
+    """Let SIGTERM end us as Ctrl-C does: with all that we started."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def free_port() -> int:
     """Return a loopback port that nothing listens on now."""
     with socket.socket() as probe:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -33,6 +33,10 @@ class World:
     """Which node a rank sits on."""
     target: str = "train:main"
     """What each rank calls, in a module that ``server`` has imported."""
+    env: Callable[[int], Mapping[str, str]] = lambda _: {}
+    """What else a rank finds in its environment."""
+    tells_out: bool = True
+    """Whether a rank is told by ``--out`` where to write."""
     pids: dict[int, int] = field(default_factory=dict)
     starts: int = 0
 
@@ -51,7 +55,8 @@ class World:
             env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"}
             if self.cluster is not None:
                 env["CKPT_SOCKET"] = str(self.cluster.nodes[self.placement(rank)].socket)
-            arguments = (*self.arguments, "--out", str(self.out))
+            env |= self.env(rank)
+            arguments = (*self.arguments, "--out", str(self.out)) if self.tells_out else self.arguments
             self.pids[rank] = self.server.fork(self.target, arguments, env=env, log=self.log(rank))
 
     def log(self, rank: int) -> Path:

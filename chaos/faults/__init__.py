@@ -1,0 +1,1 @@
+"""What can be done to a job on purpose: each kind of fault behind one interface."""

@@ -1,0 +1,62 @@
+"""All kinds of faults by the word that a scenario calls them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+from toprope.chaos.faults.injector import Injector
+from toprope.chaos.faults.network import Network
+from toprope.chaos.faults.operators import Ckpt, Roll, Split, Twice
+from toprope.chaos.faults.processes import OutOfMemory, Pause, Signal, Slow
+from toprope.chaos.faults.storage import Damage, Fail
+from toprope.chaos.phases import hold
+from toprope.chaos.scenario import ANY, Fault, Scenario
+from toprope.chaos.site import Site
+from toprope.store.errors import UsageError
+
+KINDS: Mapping[str, Callable[[Site, Fault], Injector]] = MappingProxyType(
+    {
+        "kill": Signal,
+        "segfault": Signal,
+        "terminate": Signal,
+        "pause": Pause,
+        "slow": Slow,
+        "oom": OutOfMemory,
+        "flip": Damage,
+        "tear": Damage,
+        "fail": Fail,
+        "network": Network,
+        "roll": Roll,
+        "split": Split,
+        "twice": Twice,
+        "ckpt": Ckpt,
+    }
+)
+
+_ENDS_TRAINERS = {"kill", "segfault", "terminate", "oom"}
+
+
+def injector(site: Site, fault: Fault) -> Injector:
+    """Return what does this fault."""
+    return KINDS[fault.do](site, fault)
+
+
+def check(scenario: Scenario) -> None:
+    """Check that each fault of a scenario is of a kind that there is.
+
+    Raises:
+        UsageError: one is not, or comes in a phase that there is not.
+    """
+    for fault in scenario.fault:
+        if fault.during:
+            hold(fault.during, fault.of, step=None, serial=0)
+        words = str(fault.how.get("among", "")).split(";") if fault.do == ANY else [fault.do]
+        for word in words:
+            if word.strip().partition(" ")[0] not in KINDS:
+                raise UsageError(f"{scenario.name}: no fault is called {word.strip()!r}; there are: {', '.join(KINDS)}")
+
+
+def ends_trainers(fault: str, target: str) -> bool:
+    """Say whether a fault ends ranks, so that the world is started again."""
+    return fault in _ENDS_TRAINERS and target.partition(" ")[0] in {"rank", "node"}

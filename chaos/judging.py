@@ -1,0 +1,225 @@
+"""Judges a run from outside, promise by promise. Pure: evidence in, a verdict out."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+
+from toprope.chaos.evidence import Evidence, Restart
+from toprope.chaos.faults.kinds import ends_trainers
+from toprope.chaos.journal import Event
+from toprope.chaos.oracle import compare, steps_lost_allowed, torn_restores
+from toprope.chaos.promises import PROMISES
+from toprope.chaos.timeline import figures, goodput, losses, spans
+from toprope.chaos.verdict import Outcome, Promise, Verdict
+
+OPEN_FILES_MORE = 8
+"""How many more open files a service may have at the end: connections come and go."""
+_SHOWN = 6
+Finding = tuple[Outcome, list[str]]
+
+
+def judge(evidence: Evidence) -> Verdict:
+    """Return the verdict."""
+    scenario = evidence.scenario
+    promises = []
+    for name, look in _JUDGES.items():
+        outcome, found = look(evidence)
+        shown = found[:_SHOWN] + ([f"and {len(found) - _SHOWN} more"] if len(found) > _SHOWN else [])
+        attacked = name in scenario.attacks
+        promise = Promise(name=name, says=PROMISES[name], outcome=outcome, evidence=tuple(shown), attacked=attacked)
+        promises.append(promise)
+    return Verdict(
+        scenario=scenario.name,
+        about=scenario.about,
+        seed=evidence.seed,
+        steps=scenario.workload.steps,
+        world=scenario.topology.world,
+        seconds=round(evidence.seconds, 2),
+        promises=tuple(promises),
+        injections=evidence.injections,
+        timeline=spans(evidence),
+        figures=figures(evidence),
+        losses=losses(evidence),
+        goodput=goodput(evidence),
+        log=evidence.log,
+    )
+
+
+def _finding(broken: Iterable[str], *held: str) -> Finding:
+    found = list(broken)
+    return ("broken", found) if found else ("held", list(held))
+
+
+def _identical(evidence: Evidence) -> Finding:
+    world = evidence.scenario.topology.world
+    judgement = compare(evidence.finals, evidence.reference, world=world)
+    digests = [
+        f"rank {final.rank}, step {final.step}: {part} {digest[:16]}, the same in both runs"
+        for final in evidence.finals
+        for part, digest in final.digests.items()
+    ]
+    return _finding(judgement.differences, *digests)
+
+
+def _not_torn(evidence: Evidence) -> Finding:
+    broken = list(torn_restores(evidence.events))
+    for restart in evidence.restarts:
+        begins = _begins(evidence, restart)
+        steps = sorted({event.step for event in begins})
+        if len(steps) > 1:
+            broken.append(f"after the restart at {_at(evidence, restart)} ranks went on from steps {steps}")
+    again = Counter(event.step for event in evidence.events if event.event == "step")
+    world = evidence.scenario.topology.world
+    return _finding(
+        broken, f"{sum(count > world for count in again.values())} steps were done again, with equal losses"
+    )
+
+
+def _little_lost(evidence: Evidence) -> Finding:
+    if not evidence.restarts:
+        return "not judged", ["the world was never started again"]
+    broken: list[str] = []
+    held: list[str] = []
+    for restart in evidence.restarts:
+        begins = _begins(evidence, restart)
+        if not begins:
+            continue  # ended before it had begun: the next one tells
+        lost, allowed = restart.newest_step - min(event.step for event in begins), _may_lose(evidence, restart)
+        line = f"at {_at(evidence, restart)}: {lost} steps lost of {restart.newest_step}, {allowed} allowed"
+        (broken if lost > allowed else held).append(line)
+    return _finding(broken, *held)
+
+
+def _may_lose(evidence: Evidence, restart: Restart) -> int:
+    """Return how many steps may be lost, as the cadence and what was protected allow."""
+    if evidence.scenario.bounds.lost_steps is not None:
+        return evidence.scenario.bounds.lost_steps
+    every = evidence.scenario.topology.every
+    protected = restart.protected_step >= restart.newest_step - restart.newest_step % every
+    return steps_lost_allowed(newest_due_protected=protected, every=every)
+
+
+def _verified(evidence: Evidence) -> Finding:
+    if evidence.log_trouble:
+        return "broken", [evidence.log_trouble]
+    if evidence.scenario.expected.damaged:
+        missed = [] if evidence.damages else ["objects were damaged on purpose, and verifying found nothing wrong"]
+        return _finding(missed, *evidence.damages)
+    if not evidence.verified:
+        return "broken", ["there is no READY checkpoint to verify"]
+    return _finding(evidence.damages, f"{evidence.verified} READY checkpoints were read back in full")
+
+
+def _once(evidence: Evidence) -> Finding:
+    broken = [evidence.log_trouble] if evidence.log_trouble else []
+    for (attempt, step), count in Counter((one.attempt, one.step) for one in evidence.readies).items():
+        if count > 1:
+            broken.append(f"step {step} of attempt {attempt} is READY {count} times")
+    return _finding(broken, f"{len(evidence.log)} records, {len(evidence.readies)} of them READY, each step once")
+
+
+def _ready_again(evidence: Evidence) -> Finding:
+    if evidence.ready_step < evidence.ready_due:
+        return "broken", [f"step {evidence.ready_due} was due, step {evidence.ready_step} is the newest READY"]
+    return "held", [f"step {evidence.ready_step} was READY {evidence.ready_after_s:.1f} s after the last step ended"]
+
+
+def _goes_on(evidence: Evidence) -> Finding:
+    allowed = evidence.scenario.bounds.restarts
+    hits = sum(one.fired and ends_trainers(one.fault, one.target) for one in evidence.injections)
+    allowed = hits if allowed is None else allowed
+    told = [f"ranks ended at {_at(evidence, one)}: {_ends(one)}" for one in evidence.restarts]
+    if len(evidence.restarts) > allowed:
+        return "broken", [f"{len(evidence.restarts)} restarts, {hits} faults hit the trainer", *told]
+    return "held", told or ["no rank ended before the last step"]
+
+
+def _short_stall(evidence: Evidence) -> Finding:
+    steps = [event for event in evidence.events if event.event == "step"]
+    if not steps:
+        return "not judged", ["no step was done"]
+    bound = evidence.scenario.bounds.stall_s
+    longest = max(steps, key=lambda event: event.took_s)
+    slow = [
+        f"rank {event.rank}: end_step({event.step}) took {event.took_s:.2f} s"
+        for event in steps
+        if event.took_s > bound
+    ]
+    return _finding(slow, f"the longest end_step took {longest.took_s * 1000:.0f} ms (bound: {bound * 1000:.0f} ms)")
+
+
+def _recovers(evidence: Evidence) -> Finding:
+    if not evidence.restarts:
+        return "not judged", ["the world was never started again"]
+    broken: list[str] = []
+    held: list[str] = []
+    bound = evidence.scenario.bounds.recovered_s
+    for restart in evidence.restarts:
+        first = first_step_after(evidence, restart)
+        line = f"a blow at {_at(evidence, restart)}, "
+        if first is None and restart is not evidence.restarts[-1]:
+            continue  # hit again before it had done a step
+        if first is None or first - restart.at_s > bound:
+            broken.append(
+                line + ("no step was done after it" if first is None else f"{first - restart.at_s:.1f} s down")
+            )
+        else:
+            held.append(line + f"the next step was done {first - restart.at_s:.1f} s later")
+    return _finding(broken, *held)
+
+
+def _was_told(evidence: Evidence) -> Finding:
+    if not evidence.told:
+        return "not judged", ["the scenario says of no words that they must be told"]
+    broken = [f"the log of {one.process} says nothing of {one.words!r}" for one in evidence.told if not one.line]
+    return _finding(broken, *(f"{one.process}: {one.line[:160]}" for one in evidence.told))
+
+
+def _nothing_left(evidence: Evidence) -> Finding:
+    if not evidence.looked:
+        return "not judged", ["the run was broken off"]
+    broken = list(evidence.leftovers)
+    for use in evidence.uses:
+        before, after = use.open_files
+        if after > before + OPEN_FILES_MORE:
+            broken.append(f"{use.process} had {before} files open when warm and {after} at the end")
+    held = [
+        f"{use.process}: {use.open_files[0]} open files when warm, {use.open_files[1]} at the end"
+        for use in evidence.uses
+    ]
+    return _finding(broken, *held, "no process and no file is left")
+
+
+def first_step_after(evidence: Evidence, restart: Restart) -> float | None:
+    """Return when the ranks of a restart had done their first step."""
+    steps = (event for event in evidence.events if event.event == "step" and event.pid in restart.pids)
+    return min((event.monotonic_s for event in steps), default=None)
+
+
+def _begins(evidence: Evidence, restart: Restart) -> list[Event]:
+    return [event for event in evidence.events if event.event == "begin" and event.pid in restart.pids]
+
+
+def _at(evidence: Evidence, restart: Restart) -> str:
+    return f"{restart.at_s - evidence.began_s:.1f} s"
+
+
+def _ends(restart: Restart) -> str:
+    return ", ".join(f"rank {rank} with status {status}" for rank, status in sorted(restart.ended.items()))
+
+
+_JUDGES: dict[str, Callable[[Evidence], Finding]] = {
+    "bit-identical": _identical,
+    "no torn step": _not_torn,
+    "little lost": _little_lost,
+    "verified": _verified,
+    "READY once": _once,
+    "READY again": _ready_again,
+    "training goes on": _goes_on,
+    "short stall": _short_stall,
+    "recovers": _recovers,
+    "told": _was_told,
+    "nothing left": _nothing_left,
+}
+assert list(_JUDGES) == list(PROMISES)

@@ -1,0 +1,301 @@
+"""Runs a scenario: real services, real ranks, faults when their time has come; then it is judged from outside."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import random
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from toprope.chaos import gathering
+from toprope.chaos.evidence import Evidence, Restart, Use
+from toprope.chaos.faults.kinds import check
+from toprope.chaos.journal import JournalReader, read_finals
+from toprope.chaos.judging import judge
+from toprope.chaos.live.cluster import Cadences, Cluster
+from toprope.chaos.live.processes import LiveError, descendants
+from toprope.chaos.live.ranks import World
+from toprope.chaos.permit import Permit
+from toprope.chaos.planned import Planned, Recurring
+from toprope.chaos.progress import Progress
+from toprope.chaos.scenario import Loaded
+from toprope.chaos.site import Site
+from toprope.chaos.stage import WATCH, Stage, watched
+from toprope.chaos.verdict import Injection, Verdict
+
+BUCKET = "toprope-chaos"
+_POLL_S = 0.01
+_ASK_S = 0.2
+_STILL_S = 150.0
+"""A job in which nothing happens for so long has hung."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """What is to be run, in an empty directory. ``defect``: the safeguard that the processes are to lack."""
+
+    loaded: Loaded
+    seed: int
+    permit: Permit
+    directory: Path
+    defect: str = ""
+
+    @property
+    def job(self) -> str:
+        """The name of the job: what is broken on purpose is called so."""
+        return f"chaos-{self.loaded.scenario.name}"
+
+
+def run(order: Order, stage: Stage, progress: Progress) -> Verdict:
+    """Run it and return the verdict.
+
+    Raises:
+        UsageError: it may not be done here, or the scenario can't be used; nothing was touched.
+        LiveError: the services did not come up, or the undisturbed run failed.
+    """
+    scenario = order.loaded.scenario
+    order.permit.check(order.job)
+    check(scenario)
+    progress.say(f"{scenario.name}, seed {order.seed}: {scenario.about}")
+    reference = stage.reference(order.loaded, order.job, order.seed, order.directory / "reference")
+    before = descendants(os.getpid())
+    progress.say("the undisturbed run is done; starting broker, coordinator and sidecars")
+    with _site(order, stage) as (site, root):
+        course = _Course(site, progress)
+        evidence = course.run()
+        orphans = (*gathering.end_orphans(before), *gathering.files_left(site))
+        evidence = _with_store(evidence, root, order.job)
+    evidence = msgspec.structs.replace(evidence, reference=reference, leftovers=orphans)
+    verdict = judge(evidence)
+    return msgspec.structs.replace(verdict, stopped=course.stopped)
+
+
+def _with_store(evidence: Evidence, root: str, job: str) -> Evidence:
+    log, trouble = gathering.log_lines(root, job)
+    count, damages = (0, ()) if trouble else gathering.verified(root, job)
+    return msgspec.structs.replace(
+        evidence,
+        readies=gathering.readies(root, job),
+        log=log,
+        log_trouble=trouble,
+        verified=count,
+        damages=damages,
+    )
+
+
+@contextlib.contextmanager
+def _site(order: Order, stage: Stage) -> Iterator[tuple[Site, str]]:
+    """Yield a site on which nothing runs yet, and the root by which judges reach its store; at the end nothing runs."""
+    scenario = order.loaded.scenario
+    topology = scenario.topology
+    cadences = Cadences(every=topology.every, local_every=topology.local_every, object_every=topology.object_every)
+    with contextlib.ExitStack() as stack:
+        cluster = Cluster(directory=order.directory, job=order.job, cadences=cadences, launch=stage.launch)
+        cluster.coordinator_words = topology.coordinator
+        site = Site(
+            scenario=scenario,
+            job=order.job,
+            seed=order.seed,
+            directory=order.directory,
+            cluster=cluster,
+            services=stage.services,
+            chance=random.Random(order.seed),
+            defect=order.defect,
+        )
+        stack.callback(site.stop_left)
+        stack.enter_context(cluster)
+        root = stack.enter_context(_store(site))
+        links = {fault.target for fault in scenario.fault if fault.do == "network"}
+        if "broker" in links:
+            cluster.broker_detour = site.proxy("broker", target_port=cluster.broker_port)
+        site.world = World(
+            server=stage.trainers,
+            directory=order.directory / "ranks",
+            arguments=watched(order.loaded, order.job, order.seed, order.directory / "ranks" / "run"),
+            world=topology.world,
+            cluster=cluster,
+            placement=topology.node_of,
+            target=WATCH,
+            env=lambda rank: site.env(f"rank {rank}"),
+            tells_out=False,
+        )
+        site.journal = JournalReader(site.world.out)
+        stack.callback(site.world.stop)
+        yield site, root
+
+
+@contextlib.contextmanager
+def _store(site: Site) -> Iterator[str]:
+    """Let the cluster use the store that the scenario asks for, through a proxy if its link is to be broken."""
+    if site.scenario.topology.store == "directory":
+        yield site.cluster.root
+        return
+    from toprope.chaos.live.s3_server import running_s3  # noqa: PLC0415 - it loads boto3, which most runs do not need
+
+    with running_s3(site.directory / "s3") as server:
+        server.make_bucket(BUCKET)
+        os.environ.update(server.environment)  # of this process; the fork server of services passes it on
+        port = site.proxy("store", target_port=int(server.endpoint.rpartition(":")[2]))
+        near = dataclasses.replace(server, endpoint=f"http://127.0.0.1:{port}")
+        site.more_env = dict(server.environment)
+        site.cluster.root = near.root(BUCKET)
+        yield server.root(BUCKET)
+
+
+@dataclass(slots=True)
+class _Course:
+    """The course of one run: launcher, faults, and notes of what happened."""
+
+    site: Site
+    progress: Progress
+    restarts: list[Restart] = field(default_factory=list)
+    stopped: str = ""
+    protected_step: int = 0
+    ready_step: int = 0
+    due_from: int = 0
+    _faults: list[Planned | Recurring] = field(default_factory=list)
+    _down: Restart | None = None
+    _asked_s: float = 0.0
+    _alive_s: float = 0.0
+    _told: int = 0
+    _warm: dict[str, tuple[int, int, int]] = field(default_factory=dict)
+    _ready_after_s: float = -1.0
+
+    def run(self) -> Evidence:
+        """Train to the end, or until it can't go on; end all that runs."""
+        site = self.site
+        try:
+            site.start_all()
+            self._faults = [self._planned(number) for number in range(len(site.scenario.fault))]
+            site.world.start()
+            self._alive_s = time.monotonic()
+            while not self._turn():
+                time.sleep(_POLL_S)
+            self._mend()
+            self._wait_for_ready()
+        except LiveError as error:
+            self.stopped = str(error)
+            self.progress.say(str(error).splitlines()[0], alarm=True)
+            self._mend()
+        site.journal.read()
+        uses = gathering.compared(self._warm, gathering.uses_of(site))
+        site.world.stop()
+        site.cluster.stop()
+        site.stop_left()
+        return self._evidence(uses)
+
+    def _planned(self, number: int) -> Planned | Recurring:
+        fault = self.site.scenario.fault[number]
+        if fault.mtbf_s is not None:
+            return Recurring(self.site, fault, self._tell, random.Random(f"{self.site.seed} {number}"))
+        return Planned(self.site, fault.drawn(self.site.chance), self._tell)
+
+    def _tell(self, text: str) -> None:
+        self.progress.say(text, alarm=True)
+
+    def _turn(self) -> bool:
+        """Do what is to be done now; say whether all ranks have ended well."""
+        site = self.site
+        self._look()
+        statuses = site.world.statuses() if self._down is None else {}
+        failed = {rank: status for rank, status in statuses.items() if status != 0}
+        if failed:
+            self._fell(failed)
+        elif self._down is not None and site.nodes_are_there():
+            self._start_again()
+        elif self._down is None and len(statuses) == site.world.world:
+            return True
+        for fault in self._faults:
+            fault.turn()
+        if time.monotonic() - self._alive_s > _STILL_S:
+            raise LiveError(f"no rank has written a line for {_STILL_S:.0f} s\n{site.cluster.describe()}")
+        return False
+
+    def _look(self) -> None:
+        """Read the journals, and ask what is safe, some times a second."""
+        site = self.site
+        newest = site.newest_step()
+        for event in site.journal.events[self._told :]:
+            self._alive_s = time.monotonic()
+            if event.event == "begin":
+                how = f"goes on from step {event.step}" if event.step else "begins"
+                self.progress.say(f"rank {event.rank} {how}")
+        self._told = len(site.journal.events)
+        self.progress.show(f"step {newest} of {site.scenario.workload.steps}, protected {self.protected_step}")
+        if time.monotonic() - self._asked_s > _ASK_S:
+            self._asked_s = time.monotonic()
+            self._ask()
+
+    def _ask(self) -> None:
+        desired = self.site.cluster.desired()
+        if desired is None:
+            return
+        self.protected_step, self.ready_step = desired.protected_step, desired.ready_step
+        self.due_from = desired.cadence.from_step
+        if self.ready_step and not self._warm:
+            self._warm = gathering.uses_of(self.site)
+
+    def _fell(self, failed: dict[int, int]) -> None:
+        at_s = time.monotonic()
+        self.site.world.stop()
+        newest = self.site.newest_step()
+        self._down = Restart(at_s=at_s, newest_step=newest, protected_step=self.protected_step, ended=failed, pids=())
+        self._tell(f"ranks ended at step {newest}: {failed}; all start again")
+
+    def _start_again(self) -> None:
+        assert self._down is not None
+        self.site.world.start()
+        pids = tuple(self.site.world.pids.values())
+        self.restarts.append(msgspec.structs.replace(self._down, pids=pids))
+        self._down = None
+
+    def _mend(self) -> None:
+        for fault in self._faults:
+            for one in fault.come if isinstance(fault, Recurring) else [fault]:
+                with contextlib.suppress(LiveError):
+                    one.mend()
+
+    def _due(self) -> int:
+        """Return the last step that is due for the object store."""
+        steps = self.site.scenario.workload.steps
+        return steps - (steps - self.due_from) % self.site.scenario.topology.object_every
+
+    def _wait_for_ready(self) -> None:
+        began_s = time.monotonic()
+        while time.monotonic() - began_s < self.site.scenario.bounds.ready_s:
+            self._ask()
+            if self.ready_step >= self._due():
+                self._ready_after_s = time.monotonic() - began_s
+                return
+            time.sleep(_POLL_S * 5)
+
+    def _evidence(self, uses: tuple[Use, ...]) -> Evidence:
+        site = self.site
+        return Evidence(
+            scenario=site.scenario,
+            seed=site.seed,
+            began_s=site.began_s,
+            seconds=site.now_s(),
+            events=tuple(site.journal.events),
+            finals=read_finals(site.world.out),
+            injections=self._injections(),
+            restarts=tuple(self.restarts),
+            ready_step=self.ready_step,
+            ready_due=self._due(),
+            ready_after_s=self._ready_after_s,
+            told=gathering.told(site),
+            uses=uses,
+        )
+
+    def _injections(self) -> tuple[Injection, ...]:
+        found: list[Injection] = []
+        for fault in self._faults:
+            come = fault.come if isinstance(fault, Recurring) else [fault]
+            found += [one.result() for one in come]
+        return tuple(found)
