@@ -19,12 +19,12 @@ _SHOWN = 6
 Finding = tuple[Outcome, list[str]]
 
 
-def judge(evidence: Evidence) -> Verdict:
-    """Return the verdict."""
+def judge(evidence: Evidence, *, stopped: str = "") -> Verdict:
+    """Return the verdict; of a run that was ``stopped`` nothing is judged."""
     scenario = evidence.scenario
     promises = []
     for name, look in _JUDGES.items():
-        outcome, found = look(evidence)
+        outcome, found = look(evidence) if not stopped else ("not judged", [f"not carried through: {_line(stopped)}"])
         shown = found[:_SHOWN] + ([f"and {len(found) - _SHOWN} more"] if len(found) > _SHOWN else [])
         attacked = name in scenario.attacks
         promise = Promise(name=name, says=PROMISES[name], outcome=outcome, evidence=tuple(shown), attacked=attacked)
@@ -43,7 +43,12 @@ def judge(evidence: Evidence) -> Verdict:
         losses=losses(evidence),
         goodput=goodput(evidence),
         log=evidence.log,
+        stopped=_line(stopped),
     )
+
+
+def _line(text: str) -> str:
+    return text.splitlines()[0] if text else ""
 
 
 def _finding(broken: Iterable[str], *held: str) -> Finding:
@@ -88,7 +93,7 @@ def _little_lost(evidence: Evidence) -> Finding:
         lost, allowed = restart.newest_step - min(event.step for event in begins), _may_lose(evidence, restart)
         line = f"at {_at(evidence, restart)}: {lost} steps lost of {restart.newest_step}, {allowed} allowed"
         (broken if lost > allowed else held).append(line)
-    return _finding(broken, *held)
+    return _finding(broken, *held) if broken or held else ("not judged", ["no restart came so far as to begin"])
 
 
 def _may_lose(evidence: Evidence, restart: Restart) -> int:

@@ -72,8 +72,7 @@ def run(order: Order, stage: Stage, progress: Progress) -> Verdict:
         orphans = (*gathering.end_orphans(before), *gathering.files_left(site))
         evidence = _with_store(evidence, root, order.job)
     evidence = msgspec.structs.replace(evidence, reference=reference, leftovers=orphans)
-    verdict = judge(evidence)
-    return msgspec.structs.replace(verdict, stopped=course.stopped)
+    return judge(evidence, stopped=course.stopped)
 
 
 def _with_store(evidence: Evidence, root: str, job: str) -> Evidence:
@@ -181,7 +180,7 @@ class _Course:
             self._wait_for_ready()
         except LiveError as error:
             self.stopped = str(error)
-            self.progress.say(str(error).splitlines()[0], alarm=True)
+            self.progress.say(self.stopped, alarm=True)
             self._mend()
         site.journal.read()
         uses = gathering.compared(self._warm, gathering.uses_of(site))

@@ -44,20 +44,24 @@ def _of_rank(rank: int, events: list[Event], began_s: float) -> list[_Stretch]:
     found = []
     for before, event in pairwise(events):
         begin_s, end_s = before.monotonic_s - began_s, event.monotonic_s - began_s
-        match event.event:
-            case "start":
-                cause = "down"
-            case "begin":
-                cause = "restore" if event.step else "start"
-            case "step":
-                saving_s = min(event.took_s, end_s - begin_s)
-                found.append(_Stretch(rank, end_s - saving_s, end_s, "saving"))
-                end_s -= saving_s
-                cause = USEFUL if lasting[event.step] is event else "steps done again"
-            case _:
-                cause = "ending"
-        found.append(_Stretch(rank, begin_s, end_s, cause))
+        saving_s = min(event.took_s, end_s - begin_s) if event.event == "step" else 0.0
+        found.append(_Stretch(rank, begin_s, end_s - saving_s, _cause(event, lasts=lasting.get(event.step) is event)))
+        if saving_s:
+            found.append(_Stretch(rank, end_s - saving_s, end_s, "saving"))
     return found
+
+
+def _cause(event: Event, *, lasts: bool) -> str:
+    """Return what the time before an event was spent on."""
+    match event.event:
+        case "start":
+            return "down"
+        case "begin":
+            return "restore" if event.step else "start"
+        case "step":
+            return USEFUL if lasts else "steps done again"
+        case _:
+            return "ending"
 
 
 def spans(evidence: Evidence) -> tuple[Span, ...]:

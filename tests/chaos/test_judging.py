@@ -1,0 +1,186 @@
+"""The judge says no: for each promise a planted piece of evidence that breaks it, and only it is named."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from toprope.chaos.evidence import Evidence, ReadyFact, Restart, Told, Use
+from toprope.chaos.journal import Event, Final
+from toprope.chaos.judging import judge
+from toprope.chaos.promises import PROMISES
+from toprope.chaos.scenario import Bounds, Expected, Fault, Scenario, Workload
+from toprope.chaos.verdict import Injection, Verdict
+
+STEPS = 24
+SCENARIO = Scenario(
+    name="planted",
+    about="a rank of two is killed after step 10",
+    attacks=("bit-identical",),
+    label="chaos",
+    fault=(Fault(do="kill", target="rank 1", at_step=10),),
+    workload=Workload(steps=STEPS),
+    expected=Expected(told=("sidecar a: trouble",)),
+)
+KILL = Injection(
+    fault="kill", target="rank 1", trigger="after step 10", fired=True, witness="pid 11 ended with -9", at_s=10.1
+)
+
+
+def event(kind: str, rank: int, pid: int, at_s: float, **more: object) -> Event:
+    return replace(Event(event=kind, rank=rank, pid=pid, monotonic_s=100.0 + at_s), **more)
+
+
+def done(rank: int, pid: int, step: int, *, at_s: float, saved: bool = False) -> Event:
+    return event("step", rank, pid, at_s, step=step, loss=1 / step, took_s=0.01, saved=saved)
+
+
+def ran() -> list[Event]:
+    """Two ranks end step s at second s, are ended after step 10, and go on from step 8 at second 13."""
+    events = []
+    for rank, (first, second) in enumerate(((20, 30), (21, 31))):
+        events += [event("start", rank, first, 0.0), event("begin", rank, first, 0.5)]
+        events += [
+            event("step", rank, first, s, step=s, loss=1 / s, took_s=0.01, saved=s % 4 == 0) for s in range(1, 11)
+        ]
+        events += [event("start", rank, second, 12.0), event("begin", rank, second, 13.0, step=8)]
+        events += [done(rank, second, step, at_s=5.0 + step) for step in range(9, STEPS + 1)]
+    return sorted(events, key=lambda one: one.monotonic_s)
+
+
+def evidence(**changes: object) -> Evidence:
+    finals = tuple(Final(rank=rank, world=2, step=STEPS, digests={"model": "ab" * 32}) for rank in range(2))
+    whole = Evidence(
+        scenario=SCENARIO,
+        seed=1,
+        began_s=100.0,
+        seconds=30.0,
+        events=tuple(ran()),
+        finals=finals,
+        reference=finals,
+        injections=(KILL,),
+        restarts=(Restart(at_s=110.5, newest_step=10, protected_step=8, ended={1: -9}, pids=(30, 31)),),
+        readies=(ReadyFact(number=3, attempt=1, step=8), ReadyFact(number=5, attempt=2, step=24)),
+        log=("0 JOB", "1 ELECTED"),
+        verified=2,
+        ready_step=24,
+        ready_due=24,
+        ready_after_s=0.5,
+        told=(Told(process="sidecar a", words="trouble", line="trouble"),),
+        uses=(Use(process="coordinator", open_files=(20, 21), resident_bytes=(1000, 1100)),),
+    )
+    return replace(whole, **changes)
+
+
+def changed(rank: int, **more: object) -> tuple[Final, ...]:
+    return tuple(replace(one, **more) if one.rank == rank else one for one in evidence().finals)
+
+
+def with_event(index: int, **more: object) -> tuple[Event, ...]:
+    """The events, with something else in one step that a rank does again."""
+    events = ran()
+    again = [number for number, one in enumerate(events) if one.event == "step" and one.pid == 31]
+    events[again[index]] = replace(events[again[index]], **more)
+    return tuple(events)
+
+
+def restart(**more: object) -> tuple[Restart, ...]:
+    return (replace(evidence().restarts[0], **more),)
+
+
+BREAKS: list[tuple[str, dict[str, Any]]] = [
+    ("bit-identical", {"finals": changed(1, digests={"model": "ac" * 32})}),
+    ("bit-identical", {"finals": evidence().finals[:1]}),
+    ("bit-identical", {"reference": ()}),
+    ("no torn step", {"events": with_event(0, loss=7.0)}),
+    ("no torn step", {"events": with_event(3, step=99)}),
+    ("little lost", {"restarts": restart(newest_step=13, protected_step=12)}),
+    ("little lost", {"restarts": restart(newest_step=17)}),
+    ("verified", {"damages": ("shard 1: digest differs",)}),
+    ("verified", {"verified": 0}),
+    ("verified", {"scenario": replace(SCENARIO, expected=Expected(damaged=True, told=SCENARIO.expected.told))}),
+    ("READY once", {"readies": (*evidence().readies, ReadyFact(number=6, attempt=2, step=24))}),
+    ("READY again", {"ready_step": 16}),
+    ("training goes on", {"injections": (replace(KILL, target="sidecar a"),)}),
+    ("short stall", {"events": with_event(2, took_s=1.5)}),
+    ("recovers", {"restarts": restart(at_s=50.0)}),
+    ("recovers", {"restarts": restart(pids=(77, 78))}),
+    ("told", {"told": (Told(process="sidecar a", words="trouble", line=""),)}),
+    ("nothing left", {"leftovers": ("process 99 still ran",)}),
+    ("nothing left", {"uses": (Use(process="coordinator", open_files=(20, 60), resident_bytes=(1, 1)),)}),
+]
+
+
+def outcome(verdict: Verdict, name: str) -> str:
+    return next(one.outcome for one in verdict.promises if one.name == name)
+
+
+def test_a_run_in_which_all_was_kept_is_good() -> None:
+    verdict = judge(evidence())
+    assert [(one.name, one.outcome) for one in verdict.promises] == [(name, "held") for name in PROMISES]
+    assert verdict.good
+    assert verdict.exit_status == 0
+
+
+@pytest.mark.parametrize(("promise", "changes"), BREAKS)
+def test_what_breaks_a_promise_is_found_and_named_alone(promise: str, changes: dict[str, Any]) -> None:
+    verdict = judge(evidence(**changes))
+    assert verdict.broken == (promise,)
+    assert not verdict.good
+    assert verdict.exit_status == 1
+    assert all(one.evidence for one in verdict.promises)
+
+
+def test_every_promise_has_evidence_that_breaks_it() -> None:
+    assert {promise for promise, _ in BREAKS} == set(PROMISES)
+
+
+def test_a_log_that_is_damaged_breaks_what_rests_on_it() -> None:
+    verdict = judge(evidence(log_trouble="LOG_CORRUPT record 4", log=(), verified=0))
+    assert verdict.broken == ("verified", "READY once")
+
+
+def test_a_planned_fault_that_did_not_happen_fails_the_run_though_all_was_kept() -> None:
+    verdict = judge(evidence(injections=(KILL, replace(KILL, fired=False, witness="its moment never came"))))
+    assert verdict.broken == ()
+    assert len(verdict.unfired) == 1
+    assert not verdict.good
+
+
+def test_an_attacked_promise_that_could_not_be_judged_proves_nothing() -> None:
+    asked = replace(SCENARIO, attacks=("told",))
+    verdict = judge(evidence(scenario=asked, told=()))
+    assert outcome(verdict, "told") == "not judged"
+    assert not verdict.good
+
+
+def test_bounds_are_those_of_the_scenario() -> None:
+    strict = replace(SCENARIO, bounds=Bounds(stall_s=0.005, lost_steps=1, recovered_s=3.0, restarts=0))
+    verdict = judge(evidence(scenario=strict))
+    assert verdict.broken == ("little lost", "training goes on", "short stall", "recovers")
+
+
+def test_every_second_of_every_rank_is_new_training_or_named_waste() -> None:
+    verdict = judge(evidence())
+    causes = {one.cause: one.rank_seconds for one in verdict.losses}
+    whole_s = 2 * 29.0
+    useful_s = verdict.figures["goodput_share"] * whole_s
+    assert sum(causes.values()) + useful_s == pytest.approx(whole_s, abs=0.05)
+    assert causes["restore"] == pytest.approx(2.0)
+    assert causes["down"] == pytest.approx(2 * 2.0)
+    assert causes["steps done again"] == pytest.approx(2 * 1.99, abs=0.05)  # steps 9 and 10, the first time
+    assert verdict.goodput[-1].at_s == pytest.approx(29.0)
+    assert all(0.0 <= one.share <= 1.0 for one in verdict.goodput)
+
+
+def test_the_timeline_has_a_row_for_each_rank_and_the_faults() -> None:
+    spans = judge(evidence()).timeline
+    of_one = [(one.kind, round(one.begin_s, 2), round(one.end_s, 2)) for one in spans if one.rank == 1]
+    assert ("training", 0.5, 10.0) in of_one
+    assert ("down", 10.0, 12.0) in of_one
+    assert ("restore", 12.0, 13.0) in of_one
+    assert ("training", 13.0, 29.0) in of_one
+    assert [one.kind for one in spans if one.what == "kill rank 1"] == ["fault"]
+    assert [one.what for one in spans if one.rank == 0 and one.kind == "snapshot"] == ["step 4", "step 8"]
