@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from toprope.coordinator.wire import LEADER_HEADER
 from toprope.store.errors import UnavailableError, UsageError
 from toprope.store.keep.changes import Change, ChangeAnswer, ChangeRequest, append_in_passing, checked
 from toprope.store.log.chain import read_on
@@ -50,13 +51,14 @@ class Changer:
 
     def _asked(self, state: JobState, change: Change) -> bool:
         """Ask the coordinator; say whether there is one."""
+        request = ChangeRequest(job_uid=state.job_uid, change=change)
         if self.coordinator_url:
-            ask(self.coordinator_url, ChangeRequest(job_uid=state.job_uid, change=change), token=self.token)
+            _ask_leader(self.coordinator_url, request, token=self.token)
             return True
         if not state.url:
             return False
         try:
-            ask(state.url, ChangeRequest(job_uid=state.job_uid, change=change), token=self.token)
+            _ask_leader(state.url, request, token=self.token)
         except NobodyThereError:
             return False
         return True
@@ -70,11 +72,19 @@ class NobodyThereError(UnavailableError):
     """No coordinator answers at this url; nothing was asked of one."""
 
 
+class StandsByError(NobodyThereError):
+    """The coordinator at this url stands by; ``leader`` is where the one that leads is, as far as it knows."""
+
+    def __init__(self, text: str, *, leader: str) -> None:
+        super().__init__(text)
+        self.leader = leader
+
+
 def ask(url: str, request: ChangeRequest, *, token: str) -> ChangeAnswer:
     """Ask a coordinator to make a change.
 
     Raises:
-        NobodyThereError: no coordinator is there.
+        NobodyThereError: no coordinator is there, or one that stands by.
         UsageError: it refuses, or wants its token.
         UnavailableError: it took the request and did not say what came of it, or it could not make the change.
     """
@@ -83,7 +93,7 @@ def ask(url: str, request: ChangeRequest, *, token: str) -> ChangeAnswer:
         raise UsageError(f"--coordinator {url!r} is not a url such as http://127.0.0.1:7070")
     connection = http.client.HTTPConnection(parts.hostname, parts.port or 80, timeout=_TIMEOUT_S)
     try:
-        status, body = _posted(connection, url, msgspec.json.encode(request), token)
+        status, body, leader = _posted(connection, url, msgspec.json.encode(request), token)
     finally:
         connection.close()
     text = body.decode(errors="replace").strip()[:2000]
@@ -92,6 +102,8 @@ def ask(url: str, request: ChangeRequest, *, token: str) -> ChangeAnswer:
             return msgspec.json.decode(body, type=ChangeAnswer)
         case HTTPStatus.UNAUTHORIZED:
             raise UsageError(f"the coordinator at {url} wants its token: give --token-file")
+        case HTTPStatus.CONFLICT if leader is not None:
+            raise StandsByError(f"{url}: {text}", leader=leader)
         case HTTPStatus.CONFLICT:
             raise UsageError(text)
         case HTTPStatus.NOT_FOUND | HTTPStatus.METHOD_NOT_ALLOWED:
@@ -100,7 +112,16 @@ def ask(url: str, request: ChangeRequest, *, token: str) -> ChangeAnswer:
             raise UnavailableError(f"the coordinator at {url} did not make the change: {text or status}")
 
 
-def _posted(connection: http.client.HTTPConnection, url: str, body: bytes, token: str) -> tuple[int, bytes]:
+def _ask_leader(url: str, request: ChangeRequest, *, token: str) -> None:
+    try:
+        ask(url, request, token=token)
+    except StandsByError as error:
+        if not error.leader:
+            raise
+        ask(error.leader, request, token=token)
+
+
+def _posted(connection: http.client.HTTPConnection, url: str, body: bytes, token: str) -> tuple[int, bytes, str | None]:
     try:
         connection.connect()
     except OSError as error:
@@ -108,7 +129,7 @@ def _posted(connection: http.client.HTTPConnection, url: str, body: bytes, token
     try:
         connection.request("POST", "/v1/changes", body, {"Authorization": f"Bearer {token}"} if token else {})
         answer = connection.getresponse()
-        return answer.status, answer.read()
+        return answer.status, answer.read(), answer.headers.get(LEADER_HEADER)
     except (OSError, http.client.HTTPException) as error:
         raise UnavailableError(
             f"the coordinator at {url} does not say whether it made the change ({error}): look with `ckpt log`"

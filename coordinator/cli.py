@@ -95,7 +95,8 @@ def coordinator(  # noqa: PLR0913 - the options of a service
     """Run the coordinator of a job: attempts, placement, consistent steps, READY.
 
     It keeps nothing of its own: killed and started again it rebuilds all from the job log and the sidecars'
-    inventories. Of two the younger one goes on, the other one ends with exit status 1.
+    inventories. Of several one leads; the others stand by, and one of them takes its place within 15 seconds when it
+    gives no sign of life. Tell the sidecars the urls of all.
     """
     config = Config(
         job=job,
@@ -106,8 +107,8 @@ def coordinator(  # noqa: PLR0913 - the options of a service
         cadence=Cadence(from_step=0, every=every, local_every=local_every, object_every=object_every),
         token=read_token(token_file),
         ready_file=ready_file,
-        verdict_deadline_s=verdict_deadline_s,
         copies=copies,
+        verdict_deadline_s=verdict_deadline_s,
         retain=retain,
         base=base,
         base_take=base_take,
@@ -137,6 +138,9 @@ def up(  # noqa: PLR0913 - the options of a service
     every: Every = 10,
     local_every: LocalEvery = 20,
     object_every: ObjectEvery = 40,
+    coordinators: Annotated[
+        int, typer.Option("--coordinators", min=1, max=5, help="Coordinators; all but one stand by.")
+    ] = 2,
     codec: Annotated[
         str, typer.Option("--codec", help="Pack uploads: auto (if the link is slower than packing), zstd or none.")
     ] = "auto",
@@ -146,7 +150,7 @@ def up(  # noqa: PLR0913 - the options of a service
         Path | None, typer.Option("--ready-file", help="Write {url, socket, broker, pids} here once all serve.")
     ] = None,
 ) -> None:
-    """Start all that one machine needs: a broker, the coordinator, a sidecar. Ctrl-C stops them.
+    """Start all that one machine needs: a broker, coordinators, a sidecar. Ctrl-C stops them.
 
     Prints the variable that a trainer needs on stdout. A child that dies is started again on its old port.
     """
@@ -155,14 +159,16 @@ def up(  # noqa: PLR0913 - the options of a service
     name = node or socket.gethostname().lower()
     where = up_supervisor.layout(job=job, node=name, store=store, directory=directory, memory_dir=memory_dir)
     based = ["--base", base, "--base-take", base_take] if base else []
-    up_supervisor.up(where, cadence, announce=ready_file, codec=codec, based=based)
+    up_supervisor.up(where, cadence, announce=ready_file, coordinators=coordinators, codec=codec, based=based)
 
 
 @app.command()
 def status(
     *,
     job: Annotated[str, typer.Option("--job", help="Name of the job. Needed without --coordinator.")] = "",
-    coordinator_url: Annotated[str, typer.Option("--coordinator", help="URL of the coordinator.")] = "",
+    coordinator_url: Annotated[
+        str, typer.Option("--coordinator", metavar="URL[,URL]", help="Coordinators, any of them.")
+    ] = "",
     broker: Annotated[str, typer.Option("--broker", help="HOST:PORT of the broker, which knows the URL.")] = "",
     directory: Annotated[Path, typer.Option("--dir", help="The directory of a `ckpt up` on this machine.")] = Path(
         ".toprope"
@@ -172,17 +178,18 @@ def status(
 ) -> None:
     """Say what is safe where: steps by rank and tier, nodes, alarms.
 
-    It asks the coordinator: give its URL, the broker that knows it, or the job of a `ckpt up` on this machine.
+    It asks the coordinator that leads: give the URL of any, the broker that knows it, or the job of a `ckpt up` on this
+    machine.
     """
     if coordinator_url:
-        url = coordinator_url
+        urls: tuple[str, ...] = tuple(url.strip() for url in coordinator_url.split(",") if url.strip())
     elif not job:
         raise UsageError("give --coordinator URL, or --job with the --broker or the --dir of its `ckpt up`")
     elif broker:
-        url = asyncio.run(retained_url(parse_address(broker, what="--broker"), job=checked_id(job, what="job")))
+        urls = (asyncio.run(retained_url(parse_address(broker, what="--broker"), job=checked_id(job, what="job"))),)
     else:
-        url = up_supervisor.running_url(job, directory)
-    body = status_page.fetch(url, job=job, token=read_token(token_file))
+        urls = up_supervisor.running_urls(job, directory)
+    body = status_page.fetch_any(urls, job=job, token=read_token(token_file))
     if as_json:
         print(body.decode())
     else:

@@ -6,16 +6,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from toprope.coordinator.settings import Address, check_reach
+from toprope.coordinator.election import PATIENCE_S
+from toprope.coordinator.settings import Address, check_listen, check_reach
 from toprope.coordinator.wire import Cadence
 from toprope.store.errors import UsageError
 from toprope.store.keep.retention import parse_policy
 from toprope.store.names import checked_id
 from toprope.store.places import parse_place
 
-
 COPIES_MAX = 3
 """More would only cost memory: whoever fears that so many nodes are lost at once has the object store."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
@@ -34,12 +35,13 @@ class Config:
     cadence: Cadence
     token: str
     ready_file: Path | None
-    verdict_deadline_s: float = 300.0
     copies: int = 1
+    verdict_deadline_s: float = 300.0
     retain: str | None = None
     base: str = ""
     base_take: Literal["all", "weights"] = "all"
     heartbeat_s: float = 2.0
+    patience_s: float = PATIENCE_S
     tick_s: float = 0.5
     probe_timeout_s: float = 2.0
 
@@ -56,9 +58,9 @@ class Config:
             parse_place(self.base)
         if self.broker is not None and self.embedded_broker is not None:
             raise UsageError("give --broker or --embedded-broker, not both")
-        for where, what in ((self.listen, "--listen"), (self.embedded_broker, "--broker-listen")):
-            if where is not None:
-                check_reach(where, what=what, token=self.token)
+        check_listen(self.listen, what="--listen", token=self.token)
+        if self.embedded_broker is not None:
+            check_reach(self.embedded_broker, what="--broker-listen", token=self.token)
 
 
 def check_cadence(cadence: Cadence) -> None:

@@ -24,16 +24,32 @@ class Log:
         self._url = url
         self._one_at_a_time = asyncio.Lock()
 
-    async def elect(self, *, job_uid: str) -> None:
-        """Begin a new term; with an empty log begin the job. Raises as ``append``."""
-        self.state = await self._store.newest_snap(self.state.job)
+    async def look(self) -> JobState:
+        """Return the log as it is now, whoever leads; raises as ``append_steps``."""
+        if self.state.n == 0:
+            self.state = await self._store.newest_snap(self.state.job)
+        done = await self.append(lambda _: None)
+        return done.state
+
+    async def elect(self, claim: Callable[[JobState], Elected | None], *, job_uid: str) -> bool:
+        """Begin the term that ``claim`` claims, with an empty log the job too; say whether it was elected.
+
+        Raises as ``append_steps``.
+        """
 
         def make_job(state: JobState) -> Record | None:
             return Job(uid=job_uid, name=state.job) if state.n == 0 else None
 
         await self.append(make_job)
-        done = await self.append(lambda _: Elected(url=self._url))
+        done = await self.append(claim)
+        if done.seq is None:
+            return False
         self.term = done.state.term
+        return True
+
+    def follow(self) -> None:
+        """Lead no more: another was elected."""
+        self.term = 0
 
     async def append(self, make: Callable[[JobState], Record | None]) -> Appended:
         """Append what ``make`` decides on; raises as ``append_steps``.

@@ -10,6 +10,9 @@ class Metrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
+        self.leading = self._gauge(
+            "toprope_coordinator_leading", "1 while this coordinator leads, 0 while it stands by"
+        )
         self.term = self._gauge("toprope_coordinator_term", "Term of this coordinator")
         self.attempt = self._gauge("toprope_attempt", "Number of the current attempt")
         self.protected_step = self._gauge("toprope_protected_step", "Newest step that is protected, 0 for none")

@@ -104,19 +104,16 @@ def hindrance(
     return None
 
 
-def striking(request: OpenRequest, log_view: LogView, progress: phases.Progress) -> Mapping[tuple[str, int], str]:
-    """Return the source to strike off: that of an attempt that a rank failed, or that its own launch gave up.
+def striking(log_view: LogView, progress: phases.Progress) -> Mapping[tuple[str, int], str]:
+    """Return the source to strike off: that of an attempt whose ranks had something to say against it.
 
-    Ranks that only went silent, or that are another trainer than the one that was saved, say nothing against the
-    source: the next launch may begin from it.
+    Ranks that went silent, that are another trainer than the one that was saved, or that got no answer from those who
+    have the source, say nothing against it: another round, or the next launch, may begin from it.
     """
     attempt, source = log_view.state.attempt, log_view.source
     if attempt is None or source is None or source in log_view.state.struck:
         return {}
-    given_up = request.launch_id == attempt.launch_id and progress.phase != "applied"
-    if not given_up and not progress.by_verdict:
-        return {}
-    return {source: progress.reason or f"launch {attempt.launch_id[:8]} opened round {request.round} without it"}
+    return {source: progress.reason} if progress.by_verdict else {}
 
 
 def decide(  # noqa: PLR0913 - all that a restore decision rests on

@@ -59,20 +59,21 @@ class Overview(msgspec.Struct, frozen=True, kw_only=True):
     job_uid: str
     term: int
     url: str
+    standbys: tuple[str, ...]
     broker: str
     cadence: Cadence
     attempt: AttemptLine | None
     ranks: tuple[RankLine, ...]
     nodes: tuple[NodeLine, ...]
-    protected_step: int
     copies: int
     survives: int
+    protected_step: int
     protected_age_s: float
     ready_step: int
     alarms: tuple[str, ...]
 
 
-def overview(core: Core, *, broker: str, now_s: float) -> Overview:
+def overview(core: Core, *, broker: str, standbys: tuple[str, ...] = (), now_s: float) -> Overview:
     """Return what the coordinator knows."""
     safety = core.safety()
     attempt = core.log_view.state.attempt
@@ -82,6 +83,7 @@ def overview(core: Core, *, broker: str, now_s: float) -> Overview:
         job_uid=core.log_view.state.job_uid,
         term=core.term,
         url=core.settings.url,
+        standbys=standbys,
         broker=broker,
         cadence=core.settings.cadence,
         attempt=None
@@ -97,10 +99,10 @@ def overview(core: Core, *, broker: str, now_s: float) -> Overview:
         ),
         ranks=_ranks(core, safety),
         nodes=tuple(_node(core, node, now_s) for node in core.roll.all()),
-        protected_step=safety.protected_step if safety is not None else 0,
-        protected_age_s=round(age_s, 1),
         copies=core.placing.copies,
         survives=core.placing.plan.survives,
+        protected_step=safety.protected_step if safety is not None else 0,
+        protected_age_s=round(age_s, 1),
         ready_step=core.log_view.ready_step,
         alarms=_alarms(core, safety, broker=broker, age_s=age_s),
     )

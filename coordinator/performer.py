@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
-import os
 import secrets
-import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from datetime import UTC, datetime
 from functools import partial
 from typing import assert_never
 
-import msgspec
-from prometheus_client import CollectorRegistry
-
 from toprope.coordinator import spec
-from toprope.coordinator.adapters.mqtt import Document, Mqtt
 from toprope.coordinator.basing import make_base
+from toprope.coordinator.committing import Committer
 from toprope.coordinator.config import Config
 from toprope.coordinator.core import Core, Settings
 from toprope.coordinator.effects import (
@@ -51,52 +45,69 @@ from toprope.coordinator.events import (
 from toprope.coordinator.intents import (
     CommitStep,
     OpenAttempt,
-    index_keys,
     make_attempt,
-    make_manifest,
-    make_ready,
     make_spec,
 )
 from toprope.coordinator.log import Log
-from toprope.coordinator.log_view import LogView
 from toprope.coordinator.metrics import Metrics
 from toprope.coordinator.overview import Overview, overview
-from toprope.coordinator.ports import Ports
-from toprope.coordinator.restore_choice import Offer, Stored
+from toprope.coordinator.ports import BrokerPort, Document, Ports
+from toprope.coordinator.reading import Reader
 from toprope.coordinator.tidying import Tidier
-from toprope.coordinator.wire import Desired, Inventory, OpenAnswer, OpenRequest, Presence, ReadBack, ReadBackTask
+from toprope.coordinator.wire import (
+    Desired,
+    Health,
+    Inventory,
+    OpenAnswer,
+    OpenRequest,
+    Presence,
+    ReadBack,
+    ReadBackTask,
+)
 from toprope.store.checkpoint import manifest
-from toprope.store.checkpoint.manifest import Index, Shard
-from toprope.store.errors import CorruptObjectError, StoreError, UnavailableError, UsageError
+from toprope.store.errors import StoreError, UnavailableError, UsageError
 from toprope.store.keep.changes import ChangeAnswer, ChangeRequest, checked, make_policy
-from toprope.store.log.records import AttemptFacts, Base, Ready
-from toprope.store.names import Key, facts_key, manifest_key
+from toprope.store.log.records import Base
+from toprope.store.names import Key, facts_key
 
 _LOG = logging.getLogger("toprope.coordinator")
 _OPEN_TIMEOUT_S = 60.0
 _CANCEL_AGAIN_S = 0.5
+STANDBY_FORGOTTEN_S = 5.0
+BROKER_TOPICS = ("nodes/+/inventory", "nodes/+/presence", "desired")
 
 
 class Coordinator:
-    """One coordinator process. It is a ``Service`` of the HTTP adapter."""
+    """One reign: what a coordinator does from its election until it ends, or another one is elected."""
 
-    def __init__(self, config: Config, *, base: Base | None = None, wall_s: Callable[[], int] | None = None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        *,
+        metrics: Metrics,
+        base: Base | None = None,
+        wall_s: Callable[[], int] | None = None,
+    ) -> None:
         """``wall_s`` tells the wall time in seconds since 1970, which is recorded and decides nothing here."""
         self.config = config
+        self.metrics = metrics
+        self.core: Core | None = None
+        self.read_s = 0.0
+        """When the log was last read to its end."""
+        self.standbys: dict[str, float] = {}
+        """The coordinators that stand by, by url, and when each last asked."""
         self._wall_s = wall_s or _wall_s
         self._base = base
-        self.metrics = Metrics()
-        self.core: Core | None = None
-        self.mqtt: Mqtt | None = None
+        self._over = False
+        self._broker: BrokerPort | None = None
         self._waiting: dict[int, asyncio.Future[OpenAnswer]] = {}
         self._requests = 0
         self._news = asyncio.Event()
         self._changed = asyncio.Condition()
         self._unreachable = ""
 
-    @property
-    def registry(self) -> CollectorRegistry:
-        """Return the metrics, as they are now."""
+    def gauge(self) -> None:
+        """Set the metrics to what they are now."""
         view = self.status()
         if view is not None:
             gauges = self.metrics
@@ -108,7 +119,6 @@ class Coordinator:
             gauges.nodes_alive.set(sum(node.alive for node in view.nodes))
             gauges.placements_unmet.set(len(self.core.placing.plan.unmet) if self.core is not None else 0)
             gauges.broker_connected.set(view.broker == "connected")
-        return self.metrics.registry
 
     # --- what the HTTP server asks ---------------------------------------------------------------------------------
 
@@ -121,9 +131,9 @@ class Coordinator:
         return self.core.desired if self.core is not None else None
 
     async def desired_after(self, term: int, version: int) -> None:
-        """Return once there is a Desired newer than (term, version)."""
+        """Return once there is a Desired newer than (term, version), or the reign is over."""
         async with self._changed:
-            await self._changed.wait_for(lambda: self._is_after(term, version))
+            await self._changed.wait_for(lambda: self._over or self._is_after(term, version))
 
     def _is_after(self, term: int, version: int) -> bool:
         desired = self.desired()
@@ -171,8 +181,9 @@ class Coordinator:
         """Return what is safe where; None while the log is still being read."""
         if self.core is None:
             return None
-        broker = "none" if self.mqtt is None else ("connected" if self.mqtt.is_connected else "away")
-        return overview(self.core, broker=broker, now_s=_now_s())
+        broker = "none" if self._broker is None else ("connected" if self._broker.is_connected else "away")
+        standbys = tuple(sorted(url for url, at_s in self.standbys.items() if _now_s() - at_s < STANDBY_FORGOTTEN_S))
+        return overview(self.core, broker=broker, standbys=standbys, now_s=_now_s())
 
     # --- what the broker brings ------------------------------------------------------------------------------------
 
@@ -185,6 +196,8 @@ class Coordinator:
                 self._post(Hinted(presence=document, now_s=_now_s()))
             case Desired():
                 self._post(SeenDesired(desired=document, now_s=_now_s()))
+            case Health():
+                pass
             case _:
                 assert_never(document)
 
@@ -194,45 +207,68 @@ class Coordinator:
 
     # --- the reign -------------------------------------------------------------------------------------------------
 
-    async def reign(self, ports: Ports, *, url: str, stop: asyncio.Event, on_serving: Callable[[], None]) -> None:
-        """Be elected, then serve until ``stop``; ``on_serving`` is called once it does.
+    async def reign(
+        self, ports: Ports, log: Log, *, url: str, stop: asyncio.Event, on_serving: Callable[[], None]
+    ) -> None:
+        """Serve from the election of ``log``'s writer until ``stop``; ``on_serving`` is called once it does.
 
         Raises:
-            FencedError: another coordinator has been elected.
+            FencedError: another coordinator has been elected; it may come in a group.
         """
-        self._ports = ports
-        writer_id = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
-        self._log = Log(ports.store, self.config.job, writer_id=writer_id, url=url)
-        await self._log.elect(job_uid=secrets.token_hex(16))
-        self._tidier = Tidier(ports.store, self._log, self.metrics)
+        self._ports, self._log, self.read_s = ports, log, _now_s()
+        self._reader = Reader(ports.store, self.config.job)
+        self._committer = Committer(ports.store, log, wall_s=self._wall_s)
+        self._tidier = Tidier(ports.store, log, self.metrics)
         if self.config.retain is not None:
-            await self._log.append(partial(make_policy, text=self.config.retain))
+            await log.append(partial(make_policy, text=self.config.retain))
         if self._base is not None:
-            await self._log.append(partial(make_base, base=self._base))
+            await log.append(partial(make_base, base=self._base))
         settings = Settings(
             job=self.config.job,
             url=url,
+            copies=self.config.copies,
             cadence=self.config.cadence,
             verdict_deadline_s=self.config.verdict_deadline_s,
         )
-        log_view = await self._log_view()
-        _LOG.info(
-            "job %s: elected for term %d; the log has %d records", log_view.state.job, self._log.term, log_view.state.n
-        )
+        log_view = await self._reader.log_view(log.state, None)
+        _LOG.info("job %s: elected for term %d; the log has %d records", log_view.state.job, log.term, log_view.state.n)
         async with asyncio.TaskGroup() as tasks:
             self._tasks = tasks
             self.core = Core(settings, log_view, now_s=_now_s())
             self._post(Ticked(now_s=_now_s()))
-            loops = [
-                tasks.create_task(loop)
-                for loop in (self._tick(), self._heartbeat(), self._publish(), self._tidier.run())
-            copies=self.config.copies,
-            ]
-            if self.mqtt is not None:
-                loops.append(tasks.create_task(self.mqtt.run()))
+            self._broker = ports.connect(BROKER_TOPICS, deliver=self.deliver, connected=self.connected)
+            running = [self._tick(), self._heartbeat(), self._publish(), self._tidier.run()]
+            if self._broker is not None:
+                running.append(self._broker.run())
+            loops = {tasks.create_task(loop) for loop in running}
             on_serving()
-            await stop.wait()
-            await _ended(set(loops))
+            try:
+                await stop.wait()
+            finally:
+                await ended(loops)
+                await self._end()
+
+    async def _end(self) -> None:
+        """Let go all who wait for something of this reign."""
+        self._over = True
+        for answer in self._waiting.values():
+            if not answer.done():
+                answer.set_result(OpenAnswer(code="unavailable", text="this coordinator leads no more; ask again"))
+        async with self._changed:
+            self._changed.notify_all()
+
+    def health(self, *, url: str) -> Health:
+        """Return what this coordinator says of itself."""
+        state = self._log.state
+        return Health(
+            job=state.job,
+            job_uid=state.job_uid,
+            role="leader",
+            url=url,
+            term=self._log.term,
+            leader=url,
+            log_s=round(_now_s() - self.read_s, 3),
+        )
 
     def _post(self, event: Event) -> None:
         if self.core is None:
@@ -255,7 +291,10 @@ class Coordinator:
             await asyncio.sleep(self.config.heartbeat_s)
             try:
                 await self._log.catch_up()
+                self.read_s = _now_s()
                 await self._log_moved()
+                if self._broker is not None and self.core is not None:
+                    await self._broker.beat(self.health(url=self.core.settings.url))
             except UnavailableError as error:
                 if not self._unreachable:
                     _LOG.error("the job log can't be read: %s", error)
@@ -272,13 +311,14 @@ class Coordinator:
             async with self._changed:
                 self._changed.notify_all()
             desired = self.desired()
-            if desired is not None:
-                await self._ports.broker.publish(desired)
+            if desired is not None and self._broker is not None:
+                await self._broker.publish(desired)
 
     async def _log_moved(self) -> None:
         assert self.core is not None
         if self._log.state.n != self.core.log_view.state.n:
-            self._post(LogMoved(log_view=await self._log_view(), now_s=_now_s()))
+            log_view = await self._reader.log_view(self._log.state, self.core.log_view)
+            self._post(LogMoved(log_view=log_view, now_s=_now_s()))
 
     # --- doing -----------------------------------------------------------------------------------------------------
 
@@ -327,7 +367,7 @@ class Coordinator:
             for name, url in effect.nodes:
                 asking.create_task(ask(name, url))
         try:
-            offers = await self._offers(effect.ready_seqs)
+            offers = await self._reader.offers(self._log.state, effect.ready_seqs)
         except UnavailableError as error:
             self._post(OpenFailed(text=str(error), again=False, now_s=_now_s()))
             return
@@ -356,54 +396,21 @@ class Coordinator:
 
     async def _commit(self, intent: CommitStep) -> None:
         try:
-            failure, final = await self._committed(intent), True
+            failure, final = await self._committer.committed(intent), True
         except UnavailableError as error:
             failure, final = str(error), False
         except StoreError as error:
             failure, final = str(error), True
-        if failure:
+        if not failure:
+            await self._log_moved()
+            self.metrics.steps_ready.inc()
+        else:
             self.metrics.commits_failed.inc()
             self._post(
                 CommitFailed(
                     attempt_uid=intent.attempt_uid, step=intent.step, text=failure, final=final, now_s=_now_s()
                 )
             )
-
-    async def _committed(self, intent: CommitStep) -> str:
-        """Make a step READY; return what is in the way if it never can be."""
-        indexes = [
-            manifest.decode(
-                await self._ports.store.read_index(key), Index, key=key, expected_sha256=receipt.copy.index_sha256
-            )
-            for receipt, key in zip(
-                (*intent.receipts, *intent.others), index_keys(self._log.state, intent), strict=True
-            )
-        ]
-        state = self._log.state
-        seqs = sorted({index.base for index in indexes if index.base is not None})
-        if gone := sorted(set(seqs) - set(state.live)):
-            return f"it points into files of READY {gone[0]}, which is not live"
-        bases = {seq: await self._ports.store.indexes(state, seq) for seq in seqs}
-        made = make_manifest(state, intent, indexes, bases)
-        if isinstance(made, str):
-            return made
-        body = manifest.encode(made)
-        sha256 = manifest.sha256(body)
-        key = manifest_key(self.config.job, attempt=intent.attempt, step=intent.step, sha256=sha256)
-        await self._ports.store.create_manifest(key, body)
-        if await self._ports.store.read(key, uncached=True) != body:
-            raise CorruptObjectError(f"{key}: the store does not hold what was written there")
-        done = await self._log.append(
-            lambda state: self._timed(make_ready(state, intent, manifest_sha256=sha256, bases=seqs))
-        )
-        await self._log_moved()
-        if done.seq is None:
-            return "the log has moved on"
-        self.metrics.steps_ready.inc()
-        return ""
-
-    def _timed(self, ready: Ready | None) -> Ready | None:
-        return None if ready is None else msgspec.structs.replace(ready, at_s=self._wall_s())
 
     async def _read_back(self, task: ReadBackTask) -> None:
         try:
@@ -418,70 +425,8 @@ class Coordinator:
             result = ReadBack(key=task.key, digest=task.digest, ok=found == task.digest, found=found)
         self._post(ReadHere(key=task.key, result=result, now_s=_now_s()))
 
-    # --- what records name -----------------------------------------------------------------------------------------
 
-    async def _log_view(self) -> LogView:
-        state = self._log.state
-        attempt = state.attempt
-        before = self.core.log_view if self.core is not None else None
-        wanted = before.spec if before is not None and before.state.spec_sha256 == state.spec_sha256 else None
-        if state.spec_sha256 is not None and wanted is None:
-            wanted = json.loads(await self._facts(state.spec_sha256))
-        if attempt is None:
-            return LogView(state=state, spec=wanted)
-        if before is not None and before.state.attempt == attempt:
-            return LogView(state=state, spec=wanted, facts=before.facts, offer=before.offer)
-        facts = msgspec.json.decode(await self._facts(attempt.facts_sha256), type=AttemptFacts)
-        offer = await self._offer(attempt.ready) if attempt.ready is not None else None
-        if state.base is not None and state.is_base(state.source_of(attempt)):
-            offer = await self._base_offer(state.base)
-        return LogView(state=state, spec=wanted, facts=facts, offer=offer)
-
-    async def _facts(self, sha256: str) -> bytes:
-        key = facts_key(self.config.job, sha256)
-        body = await self._ports.store.read(key)
-        found = manifest.sha256(body)
-        if found != sha256:
-            raise CorruptObjectError(f"{key}: SHA-256 is {found}, expected {sha256}")
-        return body
-
-    async def _offers(self, seqs: tuple[int, ...]) -> tuple[Offer, ...]:
-        """Return the READY checkpoints, newest first, down to the first that is whole, and then the job's base."""
-        offers: list[Offer] = []
-        for seq in seqs:
-            offers.append(await self._offer(seq))
-            if not offers[-1].damage:
-                return tuple(offers)
-        base = self._log.state.base
-        return (*offers, *([] if base is None else [await self._base_offer(base)]))
-
-    async def _offer(self, seq: int) -> Offer:
-        ready = self._log.state.readies[seq]
-        shards, damage = await _whole(self._ports.store.shards(self._log.state, seq))
-        return Offer(
-            seq=seq,
-            attempt=ready.attempt,
-            attempt_uid=ready.attempt_uid,
-            step=ready.step,
-            shards=shards,
-            damage=damage,
-        )
-
-    async def _base_offer(self, base: Base) -> Offer:
-        shards, damage = await _whole(self._ports.store.base_shards(base))
-        return Offer(seq=None, attempt=0, attempt_uid=base.attempt_uid, step=base.step, shards=shards, damage=damage)
-
-
-async def _whole(reading: Awaitable[tuple[Shard, ...]]) -> tuple[tuple[Stored, ...], str]:
-    """Return the shards of a checkpoint, or none and what is wrong with it."""
-    try:
-        shards = await reading
-    except StoreError as error:
-        return (), str(error)
-    return tuple(Stored(key=one.index_key, bytes=one.bytes, digest=one.digest) for one in shards), ""
-
-
-async def _ended(loops: set[asyncio.Task[None]]) -> None:
+async def ended(loops: set[asyncio.Task[None]]) -> None:
     """End what would go on for ever.
 
     Cancelled again until it has ended: in Python 3.11 ``wait_for``, which the MQTT client uses, loses a cancellation

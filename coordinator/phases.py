@@ -76,7 +76,8 @@ def _failed(now: Progress, said: Mapping[int, tuple[str, RankVerdict]]) -> Progr
     """Return how the attempt failed, if it did: what is said against the source outweighs all else."""
     bad = {rank: (node, verdict) for rank, (node, verdict) in sorted(said.items()) if not verdict.ok}
     misfit = all(verdict.misfit for _, verdict in bad.values())
-    if now.by_verdict or (now.phase == "failed" and misfit):
+    against = any(not verdict.misfit and not verdict.unanswered for _, verdict in bad.values())
+    if now.by_verdict or (now.phase == "failed" and not against):
         return now
     if not bad:
         return None
@@ -84,7 +85,7 @@ def _failed(now: Progress, said: Mapping[int, tuple[str, RankVerdict]]) -> Progr
         f"rank {rank} on node {node} could not be {verdict.phase}: {verdict.reason or 'no reason given'}"
         for rank, (node, verdict) in bad.items()
     )
-    return Progress(phase="failed", reason=reason, by_verdict=not misfit, misfit=misfit)
+    return Progress(phase="failed", reason=reason, by_verdict=against, misfit=misfit)
 
 
 def misplaced(world: Sequence[Member], nodes: Mapping[str, Node], *, answered: Container[str]) -> str:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol, TypeAlias
 
 from toprope.coordinator.settings import Wrap
-from toprope.coordinator.wire import Desired, Inventory
+from toprope.coordinator.wire import Desired, Health, Inventory, Presence
 from toprope.store.checkpoint.manifest import Index, Shard
 from toprope.store.keep.gc import GcPlan
 from toprope.store.keep.holds import HoldWatch
@@ -81,11 +82,44 @@ class NodesPort(Protocol):
         """Return what a sidecar holds now; None when it does not say so in time."""
 
 
+class CoordinatorsPort(Protocol):
+    """The other coordinators of the job, by HTTP."""
+
+    async def health(self, url: str, *, standby: str) -> Health | Literal["refused", "silent"]:
+        """Return what a coordinator says of itself, and let it know who stands by.
+
+        ``refused``: nobody serves there; ``silent``: it does not answer in time, or not as one does.
+        """
+
+
+Document: TypeAlias = Inventory | Presence | Desired | Health
+"""What comes by the broker."""
+
+
 class BrokerPort(Protocol):
-    """The message broker."""
+    """One connection to the message broker, while ``run`` runs."""
+
+    @property
+    def is_connected(self) -> bool:
+        """Say whether there is a connection right now."""
+
+    async def run(self) -> None:
+        """Stay connected until cancelled."""
 
     async def publish(self, desired: Desired) -> None:
         """Publish the retained document; when this returns the broker has it, or there is no connection."""
+
+    async def beat(self, health: Health) -> None:
+        """Publish the leader's presence, which is not retained, if there is a connection."""
+
+
+class Connect(Protocol):
+    """Makes a connection to the broker for one role of a coordinator."""
+
+    def __call__(
+        self, topics: Sequence[str], *, deliver: Callable[[Document], None], connected: Callable[[], None]
+    ) -> BrokerPort | None:
+        """Return a connection that brings these topics of the job; None: no broker was configured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,11 +128,22 @@ class Ports:
 
     store: StorePort
     nodes: NodesPort
-    broker: BrokerPort
+    coordinators: CoordinatorsPort
+    connect: Connect
 
 
 def wrapped(ports: Ports, wrap: Wrap) -> Ports:
     """Return the ports with each one replaced by what ``wrap`` makes of it."""
+
+    def connect(
+        topics: Sequence[str], *, deliver: Callable[[Document], None], connected: Callable[[], None]
+    ) -> BrokerPort | None:
+        broker = ports.connect(topics, deliver=deliver, connected=connected)
+        return None if broker is None else wrap("broker", broker)
+
     return Ports(
-        store=wrap("store", ports.store), nodes=wrap("nodes", ports.nodes), broker=wrap("broker", ports.broker)
+        store=wrap("store", ports.store),
+        nodes=wrap("nodes", ports.nodes),
+        coordinators=wrap("coordinators", ports.coordinators),
+        connect=connect,
     )

@@ -42,7 +42,7 @@ class Requests:
             return [Answer(request_id=event.request_id, answer=refusal)]
         if self.deciding is None:
             self.deciding, self.waiters, self.appending = request, (event.request_id,), False
-            return [_prepare(request, known)]
+            return [_prepare(known)]
         if opening.key_of(self.deciding) == opening.key_of(request):
             self.waiters = (*self.waiters, event.request_id)
             return []
@@ -62,7 +62,7 @@ class Requests:
             decided = opening.decide(
                 request,
                 known.log_view,
-                struck_now=opening.striking(request, known.log_view, known.progress),
+                struck_now=opening.striking(known.log_view, known.progress),
                 answered=answered,
                 objects=objects,
                 offers=event.offers,
@@ -84,7 +84,7 @@ class Requests:
         if refused is not None:
             return self._answer(refused)
         self.appending = False
-        return [_prepare(request, known)]
+        return [_prepare(known)]
 
     def opened(self, view: AttemptView | None) -> list[Effect]:
         """Answer those who wait, if this is the attempt that they asked for."""
@@ -99,9 +99,9 @@ class Requests:
         return effects
 
 
-def _prepare(request: OpenRequest, known: Known) -> Prepare:
+def _prepare(known: Known) -> Prepare:
     state = known.log_view.state
-    struck = {*state.struck, *opening.striking(request, known.log_view, known.progress)}
+    struck = {*state.struck, *opening.striking(known.log_view, known.progress)}
     return Prepare(
         nodes=tuple((node.name, node.url) for node in known.roll.all()),
         ready_seqs=tuple(seq for seq, ready in state.restorable() if (ready.attempt_uid, ready.step) not in struck),

@@ -6,19 +6,20 @@ import asyncio
 import logging
 import os
 import signal
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 
 from toprope.coordinator.adapters.broker import embedded
 from toprope.coordinator.adapters.http import application, served
 from toprope.coordinator.adapters.mqtt import Mqtt
-from toprope.coordinator.adapters.nodes import HttpNodes, session
+from toprope.coordinator.adapters.nodes import HttpCoordinators, HttpNodes, session
 from toprope.coordinator.adapters.objects import ThreadedStore
 from toprope.coordinator.basing import pinned_base
 from toprope.coordinator.config import Config
-from toprope.coordinator.performer import Coordinator
-from toprope.coordinator.ports import Ports, wrapped
-from toprope.coordinator.serving import NoBroker, write_ready_file
+from toprope.coordinator.ports import Document, Ports, wrapped
+from toprope.coordinator.serving import write_ready_file
 from toprope.coordinator.settings import Address, Wrap, unwrapped
+from toprope.coordinator.terms import Terms
 from toprope.store.errors import CkptError
 from toprope.store.log.records import Base
 from toprope.store.objects.opening import open_store, sweep_uploads
@@ -31,7 +32,7 @@ async def run(config: Config, wrap: Wrap = unwrapped) -> None:
     """Run a coordinator until SIGTERM or SIGINT.
 
     Raises:
-        CkptError: it can't start, or another coordinator has been elected.
+        CkptError: it can't start, or the log or what it names is not what it should be.
     """
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -46,18 +47,26 @@ async def run(config: Config, wrap: Wrap = unwrapped) -> None:
 async def _run(config: Config, wrap: Wrap, stack: AsyncExitStack, stop: asyncio.Event) -> None:
     store = await asyncio.to_thread(lambda: open_store(config.store, write=True))
     await _sweep(config)
-    coordinator = Coordinator(config, base=await _base(config, store))
+    terms = Terms(config, base=await _base(config, store))
     broker = config.broker
     if config.embedded_broker is not None:
         child = embedded(config.embedded_broker)
         broker = await asyncio.to_thread(child.__enter__)
         stack.push(child)
-    url = await stack.enter_async_context(served(application(coordinator, token=config.token), config.listen))
+    url = await stack.enter_async_context(served(application(terms, token=config.token), config.listen))
     client = await stack.enter_async_context(session(token=config.token, timeout_s=config.probe_timeout_s))
-    if broker is not None:
-        coordinator.mqtt = Mqtt(broker, job=config.job, deliver=coordinator.deliver, connected=coordinator.connected)
-    ports = Ports(store=ThreadedStore(store), nodes=HttpNodes(client), broker=coordinator.mqtt or NoBroker())
-    await coordinator.reign(
+
+    def connect(
+        topics: Sequence[str], *, deliver: Callable[[Document], None], connected: Callable[[], None]
+    ) -> Mqtt | None:
+        if broker is None:
+            return None
+        return Mqtt(broker, job=config.job, topics=topics, deliver=deliver, connected=connected)
+
+    ports = Ports(
+        store=ThreadedStore(store), nodes=HttpNodes(client), coordinators=HttpCoordinators(client), connect=connect
+    )
+    await terms.run(
         wrapped(ports, wrap), url=url, stop=stop, on_serving=lambda: announce_ready(config, url=url, broker=broker)
     )
 

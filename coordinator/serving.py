@@ -12,11 +12,13 @@ import aiohttp
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
-from toprope.coordinator.wire import Desired, DocumentError, Inventory
+from toprope.coordinator.wire import LEADER_HEADER, DocumentError, Inventory
 from toprope.store.errors import UsageError
 
 TOKEN_CHARS_MIN = 16
 _PIECE_BYTES = 1 << 16
+AUTHORISED = web.RequestKey("authorised", bool)
+"""Whether a request showed the token, if there is one."""
 
 
 def read_token(path: Path | None) -> str:
@@ -62,11 +64,29 @@ def authorised(token: str) -> Middleware:
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
         given = request.headers.get("Authorization", "").encode()
-        if token and request.path != "/healthz" and not hmac.compare_digest(given, wanted):
+        request[AUTHORISED] = not token or hmac.compare_digest(given, wanted)
+        if not request[AUTHORISED] and request.path != "/healthz":
             raise web.HTTPUnauthorized(text="the token is missing or not the job's: check --token-file\n")
         return await handler(request)
 
     return check
+
+
+class NotLeadingError(Exception):
+    """This coordinator stands by. ``leader`` is the url of the one that leads, empty when it knows none."""
+
+    def __init__(self, leader: str) -> None:
+        super().__init__(f"this coordinator stands by; the leader is at {leader or 'an address that it does not know'}")
+        self.leader = leader
+
+
+@web.middleware
+async def led_elsewhere(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Answer 409 with the leader's url to whoever asks one that stands by."""
+    try:
+        return await handler(request)
+    except NotLeadingError as error:
+        raise web.HTTPConflict(text=f"{error}\n", headers={LEADER_HEADER: error.leader}) from error
 
 
 async def limited_body(response: aiohttp.ClientResponse, *, limit: int) -> bytes:
@@ -84,10 +104,7 @@ async def limited_body(response: aiohttp.ClientResponse, *, limit: int) -> bytes
 
 
 class NoBroker:
-    """Stands in where no broker was configured, as the port of either service: documents go by HTTP alone."""
-
-    async def publish(self, desired: Desired) -> None:
-        """Do nothing: whoever asks by HTTP is answered."""
+    """Stands in where no broker was configured: documents go by HTTP alone."""
 
     async def publish_inventory(self, inventory: Inventory) -> bool:  # noqa: ARG002 - the port's signature
         """Publish nothing."""

@@ -8,6 +8,7 @@ from typing import Protocol, TypeVar
 from toprope.store.errors import UsageError
 
 LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
+_ANY = frozenset({"0.0.0.0", "::"})  # noqa: S104 - they are refused
 _PORT_MAX = 65535
 _P = TypeVar("_P")
 
@@ -46,6 +47,17 @@ def check_reach(listen: Address, *, what: str, token: str) -> None:
         raise UsageError(
             f"{what} {listen} can be reached from other machines: give --token-file as well, or listen on 127.0.0.1"
         )
+
+
+def check_listen(listen: Address, *, what: str, token: str) -> None:
+    """Check an address that is told to others: it names a host, and whoever reaches it is asked for a token.
+
+    Raises:
+        UsageError: it does not.
+    """
+    check_reach(listen, what=what, token=token)
+    if listen.host in _ANY:
+        raise UsageError(f"{what} {listen} names no host: give the address at which other machines reach this one")
 
 
 class Wrap(Protocol):

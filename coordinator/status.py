@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import sys
+from collections.abc import Sequence
 from urllib.parse import urlsplit
 
 import msgspec
@@ -12,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from toprope.coordinator.overview import Overview, RankLine
+from toprope.coordinator.wire import LEADER_HEADER
 from toprope.store.errors import UnavailableError, UsageError
 from toprope.store.sizes import size_text
 
@@ -20,31 +23,20 @@ _RANKS_SHOWN = 32
 
 
 def fetch(coordinator_url: str, *, job: str, token: str) -> bytes:
-    """Return the status document of the coordinator at this url.
+    """Return the status document of the coordinator at this url, or of the leader that it points to.
 
     Raises:
         UnavailableError: it does not answer, or with no status, and then there is no cause.
         UsageError: it is no url, the token is wrong, or the coordinator there serves another job.
     """
-    parts = urlsplit(coordinator_url)
-    if parts.scheme != "http" or not parts.hostname:
-        raise UsageError(f"--coordinator {coordinator_url!r} is not a url such as http://127.0.0.1:7070")
-    connection = http.client.HTTPConnection(parts.hostname, parts.port or 80, timeout=_TIMEOUT_S)
-    try:
-        connection.request("GET", "/v1/status", headers={"Authorization": f"Bearer {token}"} if token else {})
-        answer = connection.getresponse()
-        body = answer.read()
-    except (OSError, http.client.HTTPException) as error:
-        raise UnavailableError(
-            f"the coordinator at {coordinator_url} does not answer ({error}); is it running? "
-            "`ckpt ls` and `ckpt show` read the store without it"
-        ) from error
-    finally:
-        connection.close()
-    if answer.status == http.HTTPStatus.UNAUTHORIZED:
+    status, body, leader = _asked(coordinator_url, token)
+    if status == http.HTTPStatus.CONFLICT and leader and leader != coordinator_url:
+        coordinator_url = leader
+        status, body, _ = _asked(leader, token)
+    if status == http.HTTPStatus.UNAUTHORIZED:
         raise UsageError(f"the coordinator at {coordinator_url} wants its token: give --token-file")
-    if answer.status != http.HTTPStatus.OK:
-        raise UnavailableError(f"the coordinator at {coordinator_url} answered {answer.status}: {body[:200]!r}")
+    if status != http.HTTPStatus.OK:
+        raise UnavailableError(f"the coordinator at {coordinator_url} answered {status}: {body[:200]!r}")
     try:
         view = msgspec.json.decode(body, type=Overview)
     except msgspec.MsgspecError:
@@ -54,12 +46,41 @@ def fetch(coordinator_url: str, *, job: str, token: str) -> bytes:
     return body
 
 
+def fetch_any(urls: Sequence[str], *, job: str, token: str) -> bytes:
+    """Return the status document of the first of these coordinators that gives one; raises as ``fetch``."""
+    for url in urls[:-1]:
+        with contextlib.suppress(UnavailableError):
+            return fetch(url, job=job, token=token)
+    return fetch(urls[-1], job=job, token=token)
+
+
+def _asked(url: str, token: str) -> tuple[int, bytes, str]:
+    """Return status and body of an answer, and the leader's url if it names one."""
+    parts = urlsplit(url)
+    if parts.scheme != "http" or not parts.hostname:
+        raise UsageError(f"--coordinator {url!r} is not a url such as http://127.0.0.1:7070")
+    connection = http.client.HTTPConnection(parts.hostname, parts.port or 80, timeout=_TIMEOUT_S)
+    try:
+        connection.request("GET", "/v1/status", headers={"Authorization": f"Bearer {token}"} if token else {})
+        answer = connection.getresponse()
+        return answer.status, answer.read(), answer.headers.get(LEADER_HEADER, "")
+    except (OSError, http.client.HTTPException) as error:
+        raise UnavailableError(
+            f"the coordinator at {url} does not answer ({error}); is it running? "
+            "`ckpt ls` and `ckpt show` read the store without it"
+        ) from error
+    finally:
+        connection.close()
+
+
 def show(body: bytes) -> None:
     """Print a status document for people."""
     view = msgspec.json.decode(body, type=Overview)
     console = Console(file=sys.stdout, highlight=False)
     attempt = view.attempt
     console.print(Text(f"job {view.job}", style="bold"), f" term {view.term}, broker {view.broker}, {view.url}")
+    standbys = ", ".join(view.standbys) or "none"
+    console.print(Text(f"standby: {standbys}", style="" if view.standbys else "dim"), soft_wrap=True)
     if attempt is None:
         console.print("no attempt yet: start the trainers")
     else:
@@ -86,10 +107,19 @@ def _safe_line(view: Overview) -> Text:
     text = Text("protected: ")
     text.append(f"step {view.protected_step}" if view.protected_step else "nothing", style="bold")
     if view.protected_step:
+        text.append(f" {_safety_text(view)}")
         text.append(f" (since {view.protected_age_s:.0f} s)")
     text.append("   READY: ")
     text.append(f"step {view.ready_step}" if view.ready_step else "nothing", style="bold")
     return text
+
+
+def _safety_text(view: Overview) -> str:
+    """Return what protection is worth."""
+    if not view.copies:
+        return "in its own nodes' memory only"
+    losses = "any 1 loss" if view.survives == 1 else f"any {view.survives} losses"
+    return f"against {losses}"
 
 
 def _ranks(ranks: tuple[RankLine, ...]) -> Table:
@@ -107,21 +137,12 @@ def _ranks(ranks: tuple[RankLine, ...]) -> Table:
         )
     if len(ranks) > _RANKS_SHOWN:
         table.add_row("...", f"{len(ranks) - _RANKS_SHOWN} more: --json", *[""] * 5)
-        text.append(f" {_safety_text(view)}")
     return table
 
 
 def _nodes(view: Overview) -> Table:
     table = Table(box=None, pad_edge=False, header_style="dim")
     for title in ("node", "state", "holds copies for", "memory id"):
-def _safety_text(view: Overview) -> str:
-    """Return what protection is worth."""
-    if not view.copies:
-        return "in its own nodes' memory only"
-    losses = "any 1 loss" if view.survives == 1 else f"any {view.survives} losses"
-    return f"against {losses}"
-
-
         table.add_column(title, no_wrap=True, overflow="ellipsis", max_width=24)
     table.add_column("held", justify="right")
     for node in view.nodes:

@@ -1,8 +1,8 @@
 """``ckpt up``: all that one machine needs, as child processes that are started again when they die.
 
-It knows command lines only: it starts a broker, a coordinator and a sidecar as a user would, on ports that stay the
-same, so that those who live find again the one who died. A child that ended because it was used wrongly or was fenced
-is not started again: its last line says why, and everything stops.
+It knows command lines only: it starts a broker, coordinators and a sidecar as a user would, on ports that stay the
+same, so that those who live find again the one who died. Of two coordinators one stands by. A child that ended because
+it was used wrongly is not started again: its last line says why, and everything stops.
 """
 
 from __future__ import annotations
@@ -95,19 +95,31 @@ def commands(
     ``codec``: what the sidecar packs uploads with. ``based``: what the coordinator is told of a base.
     """
     ckpt = [sys.executable, "-m", "toprope"]
-    broker, coordinator = f"127.0.0.1:{ports['broker']}", f"127.0.0.1:{ports['coordinator']}"
+    names = _coordinators(ports)
+    broker = f"127.0.0.1:{ports['broker']}"
     how = ["--codec", codec, "--grace", "0"]
     common = ["--job", where.job, "--store", where.store, "--broker", broker]
     every = ["--every", cadence.every, "--local-every", cadence.local_every, "--object-every", cadence.object_every]
     directories = ["--memory-dir", where.memory_dir, "--local-dir", where.directory / "local"]
-    node = ["--node", where.node, "--coordinator", f"http://{coordinator}", "--socket", where.socket]
-    listen = {"coordinator": coordinator, "sidecar": f"127.0.0.1:{ports['sidecar']}"}
-    ready = {name: ["--listen", where_to, "--ready-file", ready_file(where, name)] for name, where_to in listen.items()}
+    urls = ",".join(_url(ports, name) for name in names)
+    node = ["--node", where.node, "--coordinator", urls, "--socket", where.socket]
+    ready = {
+        name: ["--listen", f"127.0.0.1:{ports[name]}", "--ready-file", ready_file(where, name)]
+        for name in (*names, "sidecar")
+    }
     return {
         "broker": [sys.executable, "-m", "toprope.coordinator.adapters.broker", broker],
-        "coordinator": [*ckpt, "coordinator", *common, *based, *map(str, (*every, *ready["coordinator"]))],
+        **{name: [*ckpt, "coordinator", *common, *based, *map(str, (*every, *ready[name]))] for name in names},
         "sidecar": [*ckpt, "sidecar", *common, *how, *map(str, (*node, *directories, *ready["sidecar"]))],
     }
+
+
+def _coordinators(ports: Mapping[str, int]) -> list[str]:
+    return [name for name in ports if name.startswith("coordinator")]
+
+
+def _url(ports: Mapping[str, int], name: str) -> str:
+    return f"http://127.0.0.1:{ports[name]}"
 
 
 def ready_file(where: Layout, name: str) -> Path:
@@ -203,9 +215,15 @@ class Supervisor:
 
 
 def up(
-    where: Layout, cadence: Cadence, *, announce: Path | None, codec: str = "auto", based: Sequence[str] = ()
+    where: Layout,
+    cadence: Cadence,
+    *,
+    announce: Path | None,
+    coordinators: int = 2,
+    codec: str = "auto",
+    based: Sequence[str] = (),
 ) -> None:
-    """Run everything until SIGTERM or SIGINT.
+    """Run everything until SIGTERM or SIGINT; of several coordinators all but one stand by.
 
     Raises:
         UsageError: it runs already, or something can't be written.
@@ -214,8 +232,9 @@ def up(
     check_cadence(cadence)
     _make_directories(where)
     with _locked(where.memory_dir, option="--memory-dir"), _locked(where.directory, option="--dir"):
-        ports = {name: free_port("127.0.0.1") for name in ("broker", "coordinator", "sidecar")}
-        for name in ("coordinator", "sidecar"):
+        more = [f"coordinator-{number}" for number in range(2, coordinators + 1)]
+        ports = {name: free_port("127.0.0.1") for name in ("broker", "coordinator", *more, "sidecar")}
+        for name in ports:
             ready_file(where, name).unlink(missing_ok=True)
         lines = commands(where, cadence, ports=ports, codec=codec, based=based)
         children = [Child(name=name, command=line, log=where.logs / f"{name}.log") for name, line in lines.items()]
@@ -239,19 +258,20 @@ def _supervise(supervisor: Supervisor, where: Layout, *, ports: Mapping[str, int
     while not supervisor.stopping:
         now_s = time.monotonic()
         supervisor.watch(now_s)
-        if not announced and all(ready_file(where, name).exists() for name in ("coordinator", "sidecar")):
+        if not announced and all(ready_file(where, name).exists() for name in ports if name != "broker"):
             _announce(supervisor, where, ports=ports, announce=announce)
             announced = True
         if not announced and now_s - began_s > _READY_S:
-            raise ChildError(f"coordinator and sidecar do not serve after {_READY_S:.0f} s; see {where.logs}")
+            raise ChildError(f"coordinators and sidecar do not serve after {_READY_S:.0f} s; see {where.logs}")
         time.sleep(_POLL_S)
 
 
 def _announce(supervisor: Supervisor, where: Layout, *, ports: Mapping[str, int], announce: Path | None) -> None:
-    url = f"http://127.0.0.1:{ports['coordinator']}"
+    urls = [_url(ports, name) for name in _coordinators(ports)]
     content = {
         "job": where.job,
-        "url": url,
+        "url": urls[0],
+        "urls": urls,
         "broker": f"127.0.0.1:{ports['broker']}",
         "socket": str(where.socket),
         "pid": os.getpid(),
@@ -259,9 +279,11 @@ def _announce(supervisor: Supervisor, where: Layout, *, ports: Mapping[str, int]
     }
     for path in (where.address_file, *([announce] if announce is not None else [])):
         write_ready_file(path, content)
-    tell(f"job {where.job}: broker, coordinator and sidecar of node {where.node} are up; logs in {where.logs}")
+    tell(
+        f"job {where.job}: broker, coordinators ({len(urls)}) and sidecar of {where.node} are up; logs in {where.logs}"
+    )
     print(f"export CKPT_SOCKET={where.socket}", flush=True)  # noqa: T201 - what a shell is to evaluate
-    tell(f"next: start your trainer with that variable set; `ckpt status --coordinator {url}` says what is safe")
+    tell(f"next: start your trainer with that variable set; `ckpt status --coordinator {urls[0]}` says what is safe")
 
 
 def _make_directories(where: Layout) -> None:
@@ -295,15 +317,15 @@ def tell(text: str) -> None:
     print(f"ckpt up: {text}", file=sys.stderr, flush=True)  # noqa: T201 - this is the command line
 
 
-def running_url(job: str, directory: Path) -> str:
-    """Return the url of the coordinator that ``ckpt up`` runs for a job.
+def running_urls(job: str, directory: Path) -> tuple[str, ...]:
+    """Return the urls of the coordinators that ``ckpt up`` runs for a job.
 
     Raises:
         UsageError: none is known in this directory.
     """
     path = directory / checked_id(job, what="job") / "up.json"
     try:
-        return str(json.loads(path.read_bytes())["url"])
+        return tuple(str(url) for url in json.loads(path.read_bytes())["urls"])
     except (OSError, ValueError, KeyError) as error:
         raise UsageError(
             f"no `ckpt up` for job {job} runs in {directory}: give --coordinator URL, or its --dir"

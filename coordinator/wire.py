@@ -5,13 +5,16 @@ be. Both are states, not events: the newest version replaces all before it, so a
 does no harm, and whoever restarts rebuilds its view by reading. They travel as retained MQTT messages and, without a
 broker, by HTTP. *OpenRequest* asks for an attempt; asked twice with the same launch id and round, it gets the same one.
 
+*Health* is what a coordinator says of itself, as leader or as one that stands by.
+
 Topics: ``toprope/<job>/nodes/<node>/inventory``, ``toprope/<job>/nodes/<node>/presence`` (last will),
-``toprope/<job>/desired``. Coordinator HTTP: ``PUT /v1/nodes/<node>/inventory`` answers desired;
-``POST /v1/attempts`` takes an OpenRequest and answers OpenAnswer; ``GET /v1/desired``, ``GET /v1/status``,
-``GET /healthz``, ``GET /metrics``. Sidecar HTTP: ``GET /v1/inventory?after=V&wait_s=S`` (long poll),
-``GET /v1/copies/<attempt_uid>/<step>/<rank>?tier=T`` (the image, or a ``Range`` of it), ``.../parts?tier=T`` (what lies
-where in it, each part's digest), ``POST /v1/copies/<attempt_uid>/<step>/<rank>/ack``,
-``GET /healthz``, ``GET /metrics``.
+``toprope/<job>/desired``, ``toprope/<job>/coordinator/presence`` (not retained). Coordinator HTTP:
+``PUT /v1/nodes/<node>/inventory`` answers desired; ``POST /v1/attempts`` takes an OpenRequest and answers OpenAnswer;
+``GET /v1/desired``, ``GET /v1/status``, ``GET /healthz``, ``GET /metrics``; one that stands by answers 409, and the
+leader's url in the header ``Toprope-Leader``, to all but the last two. Sidecar HTTP:
+``GET /v1/inventory?after=V&wait_s=S`` (long poll), ``GET /v1/copies/<attempt_uid>/<step>/<rank>?tier=T`` (the image, or
+a ``Range`` of it), ``.../parts?tier=T`` (what lies where in it, each part's digest),
+``POST /v1/copies/<attempt_uid>/<step>/<rank>/ack``, ``GET /healthz``, ``GET /metrics``.
 """
 
 from __future__ import annotations
@@ -20,11 +23,14 @@ from typing import Any, Literal, TypeAlias, TypeVar
 
 import msgspec
 
-FORMAT = 2
+FORMAT = 3
 MAX_INVENTORY_BYTES = 256 * 1024
 MAX_DESIRED_BYTES = 16 * 1024 * 1024
 MAX_OPEN_BYTES = 16 * 1024 * 1024
+MAX_HEALTH_BYTES = 4096
 
+LEADER_HEADER = "Toprope-Leader"
+Role: TypeAlias = Literal["follower", "claiming", "leader"]
 Tier: TypeAlias = Literal["memory", "peer", "local", "object"]
 TIERS: tuple[Tier, ...] = ("memory", "peer", "local", "object")
 """Nearest first: the order in which a restore tries them."""
@@ -37,8 +43,8 @@ class _Document(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 class RankVerdict(_Document, frozen=True, kw_only=True):
     """How far a rank has come with a restore: ``phase`` it has finished, or in which it failed.
 
-    ``misfit``: the trainer can't take what was verified, being another than the one that was saved: the source is not
-    to blame.
+    ``misfit``: the trainer can't take what was verified, being another than the one that was saved. ``unanswered``:
+    those who have what is needed did not answer in time. With either, the source is not to blame.
     """
 
     attempt_uid: str
@@ -46,6 +52,7 @@ class RankVerdict(_Document, frozen=True, kw_only=True):
     ok: bool
     reason: str = ""
     misfit: bool = False
+    unanswered: bool = False
 
 
 class StepAsk(_Document, frozen=True, kw_only=True):
@@ -186,7 +193,8 @@ class AttemptView(_Document, frozen=True, kw_only=True):
     """The current attempt. ``phase`` is what all its ranks have reached.
 
     ``opened``: being staged; ``staged``: all ranks have verified what they need and may apply it; ``applied``: all
-    have applied it and train; ``failed``: it will not come to that, ``reason`` says why, open another round.
+    have applied it and train; ``failed``: it will not come to that, ``reason`` says why, open another round; with
+    ``misfit`` that would fail likewise, since the trainer is another than the one that was saved.
     ``source_attempt_uid`` and ``from_step`` name the snapshot in ``restore``; with source ``base`` it is ``base``.
     """
 
@@ -201,6 +209,7 @@ class AttemptView(_Document, frozen=True, kw_only=True):
     restore: tuple[RestoreShard, ...]
     phase: Literal["opened", "staged", "applied", "failed"]
     reason: str = ""
+    misfit: bool = False
     base: BaseView | None = None
 
 
@@ -264,6 +273,23 @@ class Desired(_Document, frozen=True, kw_only=True):
     """Nodes whose sidecar is not wanted, by incarnation, each with the reason."""
 
 
+class Health(_Document, frozen=True, kw_only=True):
+    """What a coordinator says of itself. ``url`` is its own.
+
+    ``leader`` is the url of the coordinator that was elected last, as far as this one knows, in ``term``. ``log_s``: so
+    long ago it has read the log to its end.
+    """
+
+    format: int = FORMAT
+    job: str
+    job_uid: str
+    role: Role
+    url: str
+    term: int
+    leader: str
+    log_s: float
+
+
 class OpenRequest(_Document, frozen=True, kw_only=True):
     """A launch asks for an attempt. ``spec`` is what the state depends on."""
 
@@ -291,7 +317,7 @@ class _Peek(msgspec.Struct, frozen=True):
     format: int | None = None
 
 
-_D = TypeVar("_D", Inventory, Presence, Desired, OpenRequest, OpenAnswer)
+_D = TypeVar("_D", Inventory, Presence, Desired, Health, OpenRequest, OpenAnswer)
 
 
 def encode(document: msgspec.Struct) -> bytes:

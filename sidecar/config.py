@@ -8,14 +8,13 @@ import socket
 from dataclasses import dataclass
 from pathlib import Path
 
-from toprope.coordinator.settings import Address, check_reach
+from toprope.coordinator.settings import Address, check_listen
 from toprope.sidecar.packing import CODECS, Codec
 from toprope.store.errors import UsageError
 from toprope.store.names import checked_id
 
 MAX_SOCKET_PATH_BYTES = 107
 _LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,62}")
-_ANY = {"0.0.0.0", "::"}  # noqa: S104 - they are refused
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +52,7 @@ class SidecarConfig:
         checked_id(self.job, what="job")
         checked_id(self.node, what="node")
         _check_socket(self.socket)
-        _check_listen(self.listen, token=self.token)
+        check_listen(self.listen, what="--listen", token=self.token)
         if self.codec not in CODECS:
             raise UsageError(f"--codec {self.codec}: give one of {', '.join(CODECS)}")
         for url in self.coordinators:
@@ -81,12 +80,6 @@ def _check_socket(path: Path) -> None:
             f"socket path {path} has {length} bytes; the system allows {MAX_SOCKET_PATH_BYTES}. "
             "Give a shorter one with --socket"
         )
-
-
-def _check_listen(listen: Address, *, token: str) -> None:
-    check_reach(listen, what="--listen", token=token)
-    if listen.host in _ANY:
-        raise UsageError(f"--listen {listen} names no host: give the address at which other nodes reach this one")
 
 
 def parse_domain(labels: list[str], *, node: str) -> dict[str, str]:

@@ -14,14 +14,15 @@ from toprope.trainer_hooks.link import wire
 
 RETRY_S = 1.0
 PATIENCE_S = 240.0
-"""How long a shard is tried again for want of an answer: within the coordinator's deadline, to say what was tried."""
+"""So long a shard is tried again for want of an answer, and then it is said what was tried: within the deadline."""
 
 
 @dataclass(slots=True)
 class RestoreBook:
     """The staging of one attempt's source on this node: of each shard what the ranks here want, together and once.
 
-    ``tensors`` says which of a shard are here with ``staged``, ``fetching`` which are on their way.
+    ``tensors`` says which of a shard are here with ``staged``, ``fetching`` which are on their way. ``failed`` are the
+    shards that can't be had, each with the reason; ``unanswered`` are those of them for which it is want of an answer.
     """
 
     attempt_uid: str = ""
@@ -30,6 +31,7 @@ class RestoreBook:
     fetching: dict[int, frozenset[str]] = field(default_factory=dict)
     parts: dict[int, int] = field(default_factory=dict)
     failed: dict[int, str] = field(default_factory=dict)
+    unanswered: set[int] = field(default_factory=set)
     retry_at_s: dict[int, float] = field(default_factory=dict)
     began_s: float = 0.0
 
@@ -45,6 +47,7 @@ class RestoreBook:
             self.attempt_uid, self.began_s = attempt.uid, now_s
             for book in (self.staged, self.tensors, self.fetching, self.parts, self.failed, self.retry_at_s):
                 book.clear()
+            self.unanswered.clear()
         wanted: dict[int, frozenset[str]] = {}
         for want in (want for trainer in trainers for want in trainer.wants):
             wanted[want.rank] = wanted.get(want.rank, frozenset()) | frozenset(want.tensors)
@@ -92,8 +95,10 @@ class RestoreBook:
         self.fetching.pop(event.rank, None)
         if event.again and now_s - self.began_s < PATIENCE_S:
             self.retry_at_s[event.rank] = now_s + RETRY_S
-        else:
-            self.failed[event.rank] = event.reason
+            return
+        self.failed[event.rank] = event.reason
+        if event.again:
+            self.unanswered.add(event.rank)
 
     def complete(self, attempt: AttemptView, trainer: Trainer) -> bool:
         """Say whether all is here that a trainer wants of this attempt's source."""
@@ -107,7 +112,8 @@ class RestoreBook:
         if attempt_uid != self.attempt_uid or not self.failed:
             return None
         reason = "; ".join(f"rank {rank}: {self.failed[rank]}" for rank in sorted(self.failed))
-        return RankVerdict(attempt_uid=attempt_uid, phase="staged", ok=False, reason=reason)
+        unanswered = self.unanswered == set(self.failed)
+        return RankVerdict(attempt_uid=attempt_uid, phase="staged", ok=False, reason=reason, unanswered=unanswered)
 
     def tell(self, trainer: Trainer, desired: Desired) -> list[Effect]:
         """Return the frames that a trainer is owed, given what the job has reached."""

@@ -29,7 +29,7 @@ _ALL = frozenset({ALL})
 class StagingError(Exception):
     """No way leads to the shard; the message lists each and what was wrong with it.
 
-    ``again``: one led nowhere only for want of an answer, and may lead there yet.
+    ``again``: there is none just now, or one led nowhere only for want of an answer: one may lead there yet.
     """
 
     def __init__(self, text: str, *, again: bool) -> None:
@@ -61,7 +61,7 @@ class Stager:
             StagingError: it can't be had.
         """
         tried: list[str] = []
-        again = False
+        again = not request.ways
         for way in request.ways:
             name = f"{way.tier} of {way.node}" if way.node else f"{way.tier} {way.key}"
             try:
@@ -79,7 +79,7 @@ class Stager:
                     node=way.node,
                 )
                 return ShardStaged(attempt_uid=request.attempt_uid, shard=staged, tensors=tensors)
-        raise StagingError("; ".join(tried) or "nobody has it", again=again)
+        raise StagingError("; ".join(tried) or "nobody has it just now", again=again)
 
     def _take(self, request: Stage, way: Way) -> tuple[Path, frozenset[str]]:
         if way.kind == "here":
@@ -110,7 +110,7 @@ class Stager:
             found = digest_of_file(path) if way.tier == "local" else digest(self.memory.view(path)[: shard.bytes])
             _check(found, shard)
         except OSError as error:
-            raise _WayError(str(error)) from error
+            raise _WayError(str(error), again=True) from error
         except _WayError:
             self.doubt(request, way)
             raise

@@ -34,9 +34,10 @@ class Broker:
         for client in self.clients:
             client.session = False
 
-    def take(self, topic: str, document: msgspec.Struct) -> None:
-        """Keep a document and pass it on."""
-        self.retained[topic] = document
+    def take(self, topic: str, document: msgspec.Struct, retain: bool = True) -> None:  # noqa: FBT001, FBT002 - as MQTT has it
+        """Keep a document, unless it is not to be retained, and pass it on."""
+        if retain:
+            self.retained[topic] = document
         for client in self.clients:
             if client.session:
                 self.pass_on(client, document)
@@ -69,12 +70,15 @@ class BrokerClient:
         """Connect, and again whenever the session has ended."""
         self.broker.clients.append(self)
         self.process.at_death(self._died)
-        while True:
-            if not self.session:
-                await self._connect()
-            elif self._is_cut_off():
-                self.session = False
-            await asyncio.sleep(1.0)
+        try:
+            while True:
+                if not self.session:
+                    await self._connect()
+                elif self._is_cut_off():
+                    self.session = False
+                await asyncio.sleep(1.0)
+        finally:
+            self._gone()
 
     def _is_cut_off(self) -> bool:
         return self.broker.net.is_cut(self.where, NAME) or self.broker.net.is_cut(NAME, self.where)
@@ -101,13 +105,13 @@ class BrokerClient:
             timeout_s=_ASK_S,
         )
 
-    async def publish(self, topic: str, document: msgspec.Struct) -> bool:
-        """Publish a retained document; say whether the broker has it."""
+    async def publish(self, topic: str, document: msgspec.Struct, *, retain: bool = True) -> bool:
+        """Publish a document; say whether the broker has it."""
         if not self.session:
             return False
 
         async def work() -> bool:
-            self.broker.take(topic, document)
+            self.broker.take(topic, document, retain)
             return True
 
         try:
@@ -121,6 +125,11 @@ class BrokerClient:
             self.on_document(document)
 
     def _died(self) -> None:
-        self.broker.clients.remove(self)
         if self.session and self.will is not None:
             self.broker.loop.outside(self.broker.loop.rng.uniform(0.0, 3.0), self.broker.take, *self.will)
+        self._gone()
+
+    def _gone(self) -> None:
+        self.session = False
+        if self in self.broker.clients:
+            self.broker.clients.remove(self)

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
@@ -17,14 +18,15 @@ from toprope.chaos.sim.broker import BrokerClient
 from toprope.chaos.sim.loop import Process
 from toprope.chaos.sim.net import NetError
 from toprope.chaos.sim.oracle import HOLD_TTL_S
-from toprope.coordinator.adapters.mqtt import Mqtt
 from toprope.coordinator.adapters.objects import ThreadedStore, collected
 from toprope.coordinator.config import Config
-from toprope.coordinator.performer import Coordinator
-from toprope.coordinator.ports import Ports
+from toprope.coordinator.performer import BROKER_TOPICS
+from toprope.coordinator.ports import BrokerPort, Document, Ports
+from toprope.coordinator.serving import NotLeadingError
 from toprope.coordinator.settings import Address
-from toprope.coordinator.wire import Cadence, Desired, Inventory, OpenAnswer, OpenRequest, Presence
-from toprope.store.errors import CkptError, FencedError, UnavailableError
+from toprope.coordinator.terms import Terms
+from toprope.coordinator.wire import Cadence, Desired, Health, Inventory, OpenAnswer, OpenRequest, Presence
+from toprope.store.errors import CkptError, UnavailableError
 from toprope.store.keep.changes import ChangeAnswer, ChangeRequest
 from toprope.store.keep.gc import GcPlan
 from toprope.store.keep.holds import HoldWatch
@@ -35,13 +37,19 @@ if TYPE_CHECKING:
 
 VERDICT_DEADLINE_S = 40.0
 _POLL_S = 4.0
+_PATIENCE_S = 2.0
 _TRIES = 20
 
 
 class Host:
-    """One coordinator process. ``url`` names it in documents; ``name`` is its place in the network."""
+    """One coordinator process. ``url`` names it in documents; ``name`` is its place in the network.
 
-    def __init__(self, world: World, number: int) -> None:
+    One that is ``deaf`` hears of no leader until it has been one, and so takes the place of one that lives.
+    """
+
+    def __init__(self, world: World, number: int, *, deaf: bool) -> None:
+        self.deaf = deaf
+        self._has_led = False
         self.name = f"c{number}"
         self.url = f"http://{self.name}"
         self.process = Process(world.loop, self.name)
@@ -50,44 +58,65 @@ class Host:
         cadence = Cadence(
             from_step=0, every=options.every, local_every=options.local_every, object_every=options.object_every
         )
-        self._real = Coordinator(
-            _config(world.job, cadence, retain=options.retain), wall_s=lambda: int(world.loop.time())
-        )
+        self._real = Terms(_config(world.job, cadence, retain=options.retain), wall_s=lambda: int(world.loop.time()))
         self._stop = asyncio.Event()
 
     def start(self) -> None:
         """Begin to reign."""
-        self.process.start(self._reign())
+        self.process.start(self._live())
 
     def retire(self) -> None:
         """Take in nothing more: the history is over."""
-        self._real.core = None
+        if self._real.reign is not None:
+            self._real.reign.core = None
 
-    async def _reign(self) -> None:
-        broker = _Link(self, self._world)
-        self._real.mqtt = cast("Mqtt", broker) if self._world.options.broker else None
-        ports = Ports(store=_Store(self._world), nodes=_Nodes(self, self._world), broker=broker)
+    async def _live(self) -> None:
+        ports = Ports(
+            store=_Store(self._world),
+            nodes=_Nodes(self, self._world),
+            coordinators=_Others(self, self._world),
+            connect=self._connect,
+        )
         try:
-            await self._real.reign(ports, url=self.url, stop=self._stop, on_serving=lambda: None)
-        except* (FencedError, UnavailableError) as group:
+            await self._real.run(ports, url=self.url, stop=self._stop, on_serving=lambda: None)
+        except* UnavailableError as group:
             self._world.trace.note(self.name, f"ends: {_first(group)}")
-            self._world.trace.sometimes("a coordinator was fenced" if _is_fenced(group) else "no store at the start")
+            self._world.trace.sometimes("no store at the start")
         self.process.kill()
+
+    def _connect(
+        self, topics: Sequence[str], *, deliver: Callable[[Document], None], connected: Callable[[], None]
+    ) -> BrokerPort | None:
+        leads = topics == BROKER_TOPICS
+        if self._has_led and not leads:
+            self._world.trace.sometimes("a coordinator was fenced")
+        if leads:
+            self.deaf, self._has_led = False, True
+        if not self._world.options.broker:
+            return None
+        wants = (Inventory, Presence, Desired) if leads else (Health,)
+        return _Link(self, self._world, wants, deliver=deliver, connected=connected)
+
+    async def health(self, standby: str) -> Health:
+        """Return what it says of itself."""
+        return self._real.health(standby=standby)
 
     # What its HTTP server would ask
 
     async def put_inventory(self, inventory: Inventory) -> Desired:
         """Take in an inventory."""
-        self._real.heard(inventory)
-        return self._desired()
+        with _leading():
+            self._real.heard(inventory)
+            return self._desired()
 
     async def get_desired(self, newer_than: tuple[int, int] | None) -> Desired:
         """Return the document, as soon as it is newer."""
-        if newer_than is not None:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_POLL_S):
-                    await self._real.desired_after(*newer_than)
-        return self._desired()
+        with _leading():
+            if newer_than is not None:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(_POLL_S):
+                        await self._real.desired_after(*newer_than)
+            return self._desired()
 
     def _desired(self) -> Desired:
         desired = self._real.desired()
@@ -97,7 +126,8 @@ class Host:
 
     async def open(self, request: OpenRequest) -> OpenAnswer:
         """Open an attempt."""
-        return await self._real.open(request)
+        with _leading():
+            return await self._real.open(request)
 
     async def change(self, request: ChangeRequest) -> ChangeAnswer:
         """Change the job; what is refused, or can't be done now, is told to who asked.
@@ -106,34 +136,45 @@ class Host:
             NetError: it is refused, or can't be done now.
         """
         try:
-            return await self._real.change(request)
+            with _leading():
+                return await self._real.change(request)
         except CkptError as error:
             raise NetError(str(error)) from error
 
-    # What its MQTT client would tell
 
-    def heard(self, document: msgspec.Struct) -> None:
-        """Take in a document from the broker."""
-        assert isinstance(document, Inventory | Presence | Desired)
-        self._real.deliver(document)
-
-    def connected(self) -> None:
-        """Take in that the broker was reached."""
-        self._real.connected()
+@contextlib.contextmanager
+def _leading() -> Iterator[None]:
+    """Answer 409 where the leader alone can answer."""
+    try:
+        yield
+    except NotLeadingError as error:
+        raise NetError(f"409: {error}") from error
 
 
 class _Link:
-    """The broker as a coordinator has it: a ``BrokerPort``, and what stands for ``Mqtt``."""
+    """The broker as one role of a coordinator has it: a ``BrokerPort``."""
 
-    def __init__(self, host: Host, world: World) -> None:
-        self._topic = "desired"
+    def __init__(
+        self,
+        host: Host,
+        world: World,
+        wants: tuple[type[Inventory | Presence | Desired | Health], ...],
+        *,
+        deliver: Callable[[Document], None],
+        connected: Callable[[], None],
+    ) -> None:
+        def heard(document: msgspec.Struct) -> None:
+            assert isinstance(document, Inventory | Presence | Desired | Health)
+            if not (host.deaf and isinstance(document, Health)):
+                deliver(document)
+
         self._client = BrokerClient(
             broker=world.broker,
             process=host.process,
             where=host.name,
-            wants=(Inventory, Presence, Desired),
-            on_document=host.heard,
-            on_connected=host.connected,
+            wants=wants,
+            on_document=heard,
+            on_connected=connected,
         )
 
     @property
@@ -148,9 +189,14 @@ class _Link:
     async def publish(self, desired: Desired) -> None:
         """Publish the document."""
         for _ in range(_TRIES):
-            if not self._client.session or await self._client.publish(self._topic, desired):
+            if not self._client.session or await self._client.publish("desired", desired):
                 return
             await asyncio.sleep(0.5)
+
+    async def beat(self, health: Health) -> None:
+        """Publish the leader's presence."""
+        if self._client.session:
+            await self._client.publish("coordinator/presence", health, retain=False)
 
 
 class _Store(ThreadedStore):
@@ -186,6 +232,23 @@ class _Nodes:
             return None
 
 
+@dataclass(frozen=True, slots=True)
+class _Others:
+    """The other coordinators as one reaches them: a ``CoordinatorsPort``."""
+
+    host: Host
+    world: World
+
+    async def health(self, url: str, *, standby: str) -> Health | Literal["refused", "silent"]:
+        """Ask a coordinator."""
+        if self.host.deaf:
+            return "silent"
+        try:
+            return await self.world.ask_health(self.host.name, url, standby=standby, timeout_s=2.0)
+        except NetError as error:
+            return "refused" if str(error).endswith("connection refused") else "silent"
+
+
 def _config(job: str, cadence: Cadence, *, retain: str) -> Config:
     return Config(
         job=job,
@@ -198,6 +261,7 @@ def _config(job: str, cadence: Cadence, *, retain: str) -> Config:
         ready_file=None,
         verdict_deadline_s=VERDICT_DEADLINE_S,
         tick_s=1.0,
+        patience_s=_PATIENCE_S,
         retain=retain or None,
     )
 
@@ -207,7 +271,3 @@ def _first(group: BaseExceptionGroup[BaseException]) -> str:
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return str(error)
-
-
-def _is_fenced(group: BaseExceptionGroup[BaseException]) -> bool:
-    return group.subgroup(FencedError) is not None

@@ -85,7 +85,7 @@ def _strike_machines(world: World, what: str, rng: random.Random) -> None:  # no
             for host in world.hosts:
                 _pause(world, host.process, rng.uniform(2.0, 15.0))
         case "two coordinators":
-            world.add_coordinator()
+            world.add_coordinator(deaf=True)
         case "cut link":
             _cut(world, node, rng)
         case "broker restart":

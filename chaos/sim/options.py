@@ -34,7 +34,7 @@ _GC: dict[bool, tuple[str, ...]] = {False: (), True: ("reader",)}
 
 
 _OFTEN = {"every": 1, "local_every": 1, "object_every": 1}
-SMALL: dict[str, Any] = {"nodes": 1, "ranks_per_node": 1, "broker": False, "slow": 1.0, **_OFTEN}
+SMALL: dict[str, Any] = {"nodes": 1, "ranks_per_node": 1, "broker": False, "coordinators": 1, "slow": 1.0, **_OFTEN}
 PAIR: dict[str, Any] = {**SMALL, "nodes": 2}
 READERS: dict[str, Any] = {
     **SMALL,
@@ -83,6 +83,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     nodes: int
     ranks_per_node: int
     broker: bool
+    coordinators: int
     every: int
     local_every: int
     object_every: int
@@ -126,6 +127,7 @@ def _drawn(rng: random.Random) -> Options:
         nodes=rng.choice((1, 2, 2, 2, 2, 3)),
         ranks_per_node=rng.choice((1, 1, 1, 1, 2)),
         broker=rng.random() < 0.5,  # noqa: PLR2004 - every other one
+        coordinators=rng.choice((1, 2)),
         every=every,
         local_every=local_every,
         object_every=local_every * rng.choice((1, 2)),

@@ -533,7 +533,7 @@ class SimSidecar:
     # Restore
 
     async def _stage(self, effect: do.Stage) -> None:
-        shard, tried, again = effect.shard, [], False
+        shard, tried, again = effect.shard, [], not effect.ways
         for way in effect.ways:
             place = (effect.attempt_uid, effect.step, shard.rank)
             try:
@@ -559,7 +559,9 @@ class SimSidecar:
             if way.tier == "local":
                 self.node.disk.check_readable(way.path)
             body = self.node.bytes_at(way.path, shard.bytes)
-            if body is None or not _is_right(digest(body), shard.digest):
+            if body is None:
+                raise NetError("it is here no more")
+            if not _is_right(digest(body), shard.digest):
                 event = on.CopyDoubted(
                     attempt_uid=effect.source_attempt_uid, step=effect.step, rank=shard.rank, tier=way.tier
                 )

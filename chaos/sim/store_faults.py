@@ -35,6 +35,7 @@ QUIET = Options(
     nodes=2,
     ranks_per_node=1,
     broker=False,
+    coordinators=1,
     every=1,
     local_every=1,
     object_every=1,

@@ -21,7 +21,7 @@ from toprope.chaos.sim.sidecar import SimSidecar
 from toprope.chaos.sim.store import SimStore, image_in
 from toprope.chaos.sim.trace import Trace
 from toprope.chaos.sim.trainer import Launch
-from toprope.coordinator.wire import Copy
+from toprope.coordinator.wire import Copy, Health
 from toprope.store.checkpoint.manifest import Index, decode
 from toprope.store.digest import digest
 from toprope.store.names import Key
@@ -160,14 +160,14 @@ class World:
     async def _keep_coordinator(self) -> None:
         while True:
             self.hosts = [host for host in self.hosts if host.process.alive]
-            if all(host.process.held is not None for host in self.hosts):
+            if sum(host.process.held is None for host in self.hosts) < self.options.coordinators:
                 await asyncio.sleep(self.loop.rng.uniform(0.5, 4.0) if self.hosts else 0.2)
                 self.add_coordinator()
             await asyncio.sleep(0.5)
 
-    def add_coordinator(self) -> None:
-        """Start another coordinator."""
-        host = Host(self, next(self._host_numbers))
+    def add_coordinator(self, *, deaf: bool = False) -> None:
+        """Start another coordinator, which follows or leads; a ``deaf`` one hears of no leader before it has led."""
+        host = Host(self, next(self._host_numbers), deaf=deaf)
         self.hosts.append(host)
         self.all_hosts.append(host)
         self.trace.note(host.name, "starts")
@@ -226,6 +226,23 @@ class World:
             except NetError as error:
                 failure = error
         raise failure
+
+    async def ask_health(self, source: str, url: str, *, standby: str, timeout_s: float) -> Health:
+        """Return what the coordinator at ``url`` says of itself.
+
+        Raises:
+            NetError: it does not answer.
+        """
+        host = next((one for one in self.hosts if one.url == url), None)
+        if host is None:
+            raise NetError(f"{url}: connection refused")
+        return await self.net.call(
+            source,
+            host.name,
+            process=_process_of(host),
+            work=_work_on(host, lambda one: one.health(standby)),
+            timeout_s=timeout_s,
+        )
 
     def can_be_restored(self) -> bool:
         """Say whether all shards of a step of the lineage still lie somewhere as they were sealed.

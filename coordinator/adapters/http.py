@@ -12,13 +12,14 @@ import msgspec
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 
-from toprope.coordinator.serving import authorised
+from toprope.coordinator.serving import AUTHORISED, authorised, led_elsewhere
 from toprope.coordinator.settings import Address
 from toprope.coordinator.wire import (
     MAX_INVENTORY_BYTES,
     MAX_OPEN_BYTES,
     Desired,
     DocumentError,
+    Health,
     Inventory,
     OpenAnswer,
     OpenRequest,
@@ -31,14 +32,18 @@ from toprope.store.keep.changes import decode as decode_change
 from toprope.store.names import checked_id
 
 _WAIT_S_MAX = 30.0
+_URL_CHARS_MAX = 200
 
 
 class Service(Protocol):
-    """What the server serves."""
+    """What the server serves. All but ``registry`` and ``health`` raise ``NotLeadingError`` in one that stands by."""
 
     @property
     def registry(self) -> CollectorRegistry:
         """Return the metrics, as they are now."""
+
+    def health(self, *, standby: str = "") -> Health:
+        """Return what this coordinator says of itself; ``standby`` is the url of one that stands by and asks."""
 
     def heard(self, inventory: Inventory) -> None:
         """Take in an inventory whose sender is there."""
@@ -66,7 +71,7 @@ class Service(Protocol):
 
 def application(service: Service, *, token: str) -> web.Application:
     """Return the routes, which all but ``/healthz`` ask for the token if there is one."""
-    app = web.Application(client_max_size=MAX_OPEN_BYTES, middlewares=[authorised(token)])
+    app = web.Application(client_max_size=MAX_OPEN_BYTES, middlewares=[authorised(token), led_elsewhere])
     routes = _Routes(service)
     app.add_routes(
         [
@@ -162,8 +167,11 @@ class _Routes:
             raise web.HTTPServiceUnavailable(text="not known yet: reading the log\n")
         return _json(msgspec.json.encode(status))
 
-    async def get_health(self, _request: web.Request) -> web.Response:
-        return web.Response(text="ok\n")
+    async def get_health(self, request: web.Request) -> web.Response:
+        standby = request.query.get("standby", "")
+        if not request[AUTHORISED] or len(standby) > _URL_CHARS_MAX:
+            standby = ""
+        return _json(encode(self._service.health(standby=standby)))
 
     async def get_metrics(self, _request: web.Request) -> web.Response:
         body = generate_latest(self._service.registry)

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import random
 import secrets
-from collections.abc import Callable
-from typing import TypeAlias
+from collections.abc import Callable, Sequence
 
 import aiomqtt
 
+from toprope.coordinator.ports import Document
 from toprope.coordinator.settings import Address
 from toprope.coordinator.wire import (
     MAX_DESIRED_BYTES,
+    MAX_HEALTH_BYTES,
     MAX_INVENTORY_BYTES,
     Desired,
     DocumentError,
+    Health,
     Inventory,
     Presence,
     decode,
@@ -25,7 +28,6 @@ from toprope.coordinator.wire import (
 from toprope.store.errors import UnavailableError, UsageError
 from toprope.store.names import checked_id
 
-Document: TypeAlias = Inventory | Presence | Desired
 _KEEPALIVE_S = 5
 _TIMEOUT_S = 5.0
 _BACK_OFF_S = (0.1, 0.2, 0.5, 1.0, 2.0)
@@ -37,9 +39,16 @@ class Mqtt:
     """A ``BrokerPort``, and the loop that keeps it connected: ``run`` delivers each document that comes."""
 
     def __init__(
-        self, broker: Address, *, job: str, deliver: Callable[[Document], None], connected: Callable[[], None]
+        self,
+        broker: Address,
+        *,
+        job: str,
+        topics: Sequence[str],
+        deliver: Callable[[Document], None],
+        connected: Callable[[], None],
     ) -> None:
         self.broker = broker
+        self._topics = topics
         self.is_connected = False
         self._job = job
         self._deliver = deliver
@@ -59,6 +68,14 @@ class Mqtt:
             _LOG.warning("desired version %d was not published: %s", desired.version, error)
         finally:
             self._publishing = None
+
+    async def beat(self, health: Health) -> None:
+        """Publish the leader's presence, which is not retained: one that is old says nothing."""
+        client = self._client
+        if client is None:
+            return
+        with contextlib.suppress(aiomqtt.MqttError):  # the next one comes soon
+            await client.publish(f"toprope/{self._job}/coordinator/presence", encode(health), qos=0, timeout=_TIMEOUT_S)
 
     async def run(self) -> None:
         """Stay connected until cancelled."""
@@ -88,10 +105,7 @@ class Mqtt:
             timeout=_TIMEOUT_S,
         )
         async with client:
-            topic = f"toprope/{self._job}"
-            await client.subscribe(
-                [(f"{topic}/nodes/+/inventory", 1), (f"{topic}/nodes/+/presence", 1), (f"{topic}/desired", 1)]
-            )
+            await client.subscribe([(f"toprope/{self._job}/{topic}", 1) for topic in self._topics])
             self._client, self.is_connected = client, True
             _LOG.info("broker %s is connected", self.broker)
             self._connected()
@@ -120,6 +134,8 @@ def _document(topic: str, body: bytes) -> Document:
     if kind == "desired":
         return decode(body, Desired, limit=MAX_DESIRED_BYTES)
     node = topic.split("/")[-2]
+    if topic.endswith("/coordinator/presence"):
+        return decode(body, Health, limit=MAX_HEALTH_BYTES)
     if kind == "presence":
         presence = decode(body, Presence, limit=_MAX_PRESENCE_BYTES)
         _check_node(presence.node, node)

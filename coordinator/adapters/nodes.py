@@ -1,11 +1,13 @@
-"""The sidecars, by HTTP."""
+"""The sidecars and the other coordinators, by HTTP."""
 
 from __future__ import annotations
+
+from typing import Literal
 
 import aiohttp
 
 from toprope.coordinator.serving import limited_body
-from toprope.coordinator.wire import MAX_INVENTORY_BYTES, DocumentError, Inventory, decode
+from toprope.coordinator.wire import MAX_HEALTH_BYTES, MAX_INVENTORY_BYTES, DocumentError, Health, Inventory, decode
 
 
 class HttpNodes:
@@ -24,6 +26,24 @@ class HttpNodes:
                 return decode(body, Inventory, limit=MAX_INVENTORY_BYTES)
         except (aiohttp.ClientError, TimeoutError, DocumentError, ValueError, OSError):
             return None
+
+
+class HttpCoordinators:
+    """A ``CoordinatorsPort`` that asks ``GET /healthz``."""
+
+    def __init__(self, session: aiohttp.ClientSession) -> None:
+        self._session = session
+
+    async def health(self, url: str, *, standby: str) -> Health | Literal["refused", "silent"]:
+        """Return what the coordinator at this url says of itself, or how it does not."""
+        try:
+            async with self._session.get(f"{url}/healthz", params={"standby": standby}) as answer:
+                body = await limited_body(answer, limit=MAX_HEALTH_BYTES)
+                return decode(body, Health, limit=MAX_HEALTH_BYTES)
+        except aiohttp.ClientConnectorError as error:
+            return "refused" if isinstance(error.os_error, ConnectionRefusedError) else "silent"
+        except (aiohttp.ClientError, TimeoutError, DocumentError, ValueError, OSError):
+            return "silent"
 
 
 def session(*, token: str, timeout_s: float) -> aiohttp.ClientSession:

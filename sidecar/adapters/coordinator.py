@@ -1,4 +1,7 @@
-"""The coordinator by HTTP: what is said when no broker carries it, and the one request."""
+"""The coordinators by HTTP: what is said when no broker carries it, and the one request.
+
+One of them leads. The others answer 409 and where the leader is; one that is frozen or cut off does not answer at all.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ import aiohttp
 
 from toprope.coordinator.serving import limited_body
 from toprope.coordinator.wire import (
+    LEADER_HEADER,
     MAX_DESIRED_BYTES,
     Desired,
     DocumentError,
@@ -23,13 +27,24 @@ from toprope.coordinator.wire import (
 from toprope.sidecar.ports import CoordinatorError, said
 
 CONNECT_TIMEOUT_S = 2.0
-REQUEST_TIMEOUT_S = 10.0
+REQUEST_TIMEOUT_S = 4.0
 OPEN_TIMEOUT_S = 60.0
 WATCH_S = 10.0
 
 
+class _NotLeadingError(CoordinatorError):
+    """A coordinator that stands by answered; it says that the leader is at ``leader``, if it knows."""
+
+    def __init__(self, text: str, *, leader: str) -> None:
+        super().__init__(text)
+        self.leader = leader
+
+
 class HttpCoordinator:
-    """Tries the coordinator that the newest document names, then those that were configured."""
+    """Tries the coordinator that the newest document names, then those that were configured, and where they point.
+
+    Those that did not answer when last asked come last.
+    """
 
     def __init__(
         self, session: aiohttp.ClientSession, *, urls: tuple[str, ...], token: str, current: Callable[[], str]
@@ -38,6 +53,7 @@ class HttpCoordinator:
         self._urls = tuple(url.rstrip("/") for url in urls)
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._current = current
+        self._silent: set[str] = set()
 
     async def put_inventory(self, inventory: Inventory) -> Desired:
         """Tell it what this node holds."""
@@ -59,14 +75,24 @@ class HttpCoordinator:
         return _decoded(body, OpenAnswer)
 
     async def _ask(self, method: str, path: str, *, body: bytes | None, timeout_s: float) -> bytes:
-        failures: list[str] = []
-        urls = list(dict.fromkeys(url for url in (self._current().rstrip("/"), *self._urls) if url))
-        for url in urls:
+        known = [url for url in (self._current().rstrip("/"), *self._urls) if url]
+        urls = sorted(dict.fromkeys(known), key=lambda url: url in self._silent)
+        failures: dict[str, str] = {}
+        while urls:
+            url = urls.pop(0)
             try:
-                return await self._request(method, url + path, body=body, timeout_s=timeout_s)
+                answer = await self._request(method, url + path, body=body, timeout_s=timeout_s)
+            except _NotLeadingError as error:
+                failures[url] = str(error)
+                if error.leader and error.leader not in failures:
+                    urls = list(dict.fromkeys([error.leader, *urls]))
             except CoordinatorError as error:
-                failures.append(str(error))
-        raise CoordinatorError("; ".join(failures) or "no coordinator is known: give --coordinator")
+                failures[url] = str(error)
+                self._silent.add(url)
+            else:
+                self._silent.discard(url)
+                return answer
+        raise CoordinatorError("; ".join(failures.values()) or "no coordinator is known: give --coordinator")
 
     async def _request(self, method: str, url: str, *, body: bytes | None, timeout_s: float) -> bytes:
         timeout = aiohttp.ClientTimeout(total=timeout_s, connect=CONNECT_TIMEOUT_S)
@@ -78,8 +104,17 @@ class HttpCoordinator:
             raise CoordinatorError(f"{url}: {said(error)}") from error
         if response.status != http.HTTPStatus.OK:
             text = answer[:200].decode("utf-8", "replace").strip()
-            raise CoordinatorError(f"{urlsplit(url).netloc} answered {response.status}: {text}")
+            text = f"{urlsplit(url).netloc} answered {response.status}: {text}"
+            if response.status == http.HTTPStatus.CONFLICT:
+                raise _NotLeadingError(text, leader=_url(response.headers.get(LEADER_HEADER, "")))
+            raise CoordinatorError(text)
         return answer
+
+
+def _url(said: str) -> str:
+    """Return a url that a coordinator gave, or nothing if it is none."""
+    parts = urlsplit(said)
+    return said.rstrip("/") if parts.scheme == "http" and parts.hostname else ""
 
 
 _D = TypeVar("_D", Desired, OpenAnswer)

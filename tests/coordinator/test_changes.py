@@ -7,10 +7,11 @@ import contextlib
 import json
 import os
 import subprocess
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import aiohttp
 import msgspec
@@ -22,11 +23,11 @@ from toprope.__main__ import main
 from toprope.coordinator.adapters.http import application, served
 from toprope.coordinator.adapters.objects import ThreadedStore
 from toprope.coordinator.config import Config
+from toprope.coordinator.core import Core
 from toprope.coordinator.log import Log
-from toprope.coordinator.performer import Coordinator
 from toprope.coordinator.ports import Ports
-from toprope.coordinator.serving import NoBroker
 from toprope.coordinator.settings import Address
+from toprope.coordinator.terms import Terms
 from toprope.coordinator.wire import Cadence, Inventory, Member, OpenRequest
 from toprope.store.errors import FencedError
 from toprope.store.keep.changes import Change, ChangeRequest, append_in_passing
@@ -43,19 +44,26 @@ TOKEN = "a secret of some length"
 
 
 class Silence:
-    """No node answers."""
+    """Neither nodes nor other coordinators answer."""
 
     async def inventory(self, url: str) -> Inventory | None:
         return None
+
+    async def health(self, url: str, *, standby: str) -> Literal["silent"]:
+        return "silent"
 
 
 @dataclass
 class Live:
     """A coordinator that serves in this event loop."""
 
-    coordinator: Coordinator
+    coordinator: Terms
     url: str
     root: Path
+
+    @property
+    def core(self) -> Core | None:
+        return self.coordinator.reign.core if self.coordinator.reign is not None else None
 
     async def state(self) -> JobState:
         return await asyncio.to_thread(read_log, DirectoryStore(self.root), "job")
@@ -66,7 +74,7 @@ class Live:
     async def term(self, number: int) -> None:
         """Wait until it reigns for this term."""
         async with asyncio.timeout(PATIENCE_S):
-            while self.coordinator.core is None or self.coordinator.core.term != number:  # noqa: ASYNC110 - it polls too
+            while self.core is None or self.core.term != number:  # noqa: ASYNC110 - it polls too
                 await asyncio.sleep(0.01)
 
     async def ckpt(self, *words: object) -> int:
@@ -87,10 +95,15 @@ async def reigning(root: Path, *, retain: str | None = None, token: str = "") ->
         heartbeat_s=0.05,
         retain=retain,
     )
-    coordinator, stop, serving = Coordinator(config), asyncio.Event(), asyncio.Event()
-    ports = Ports(store=ThreadedStore(DirectoryStore(root)), nodes=Silence(), broker=NoBroker())
+    coordinator, stop, serving = Terms(config), asyncio.Event(), asyncio.Event()
+    ports = Ports(
+        store=ThreadedStore(DirectoryStore(root)),
+        nodes=Silence(),
+        coordinators=Silence(),
+        connect=lambda *_, **__: None,
+    )
     async with served(application(coordinator, token=token), ANYWHERE) as url, asyncio.TaskGroup() as tasks:
-        tasks.create_task(coordinator.reign(ports, url=url, stop=stop, on_serving=serving.set))
+        tasks.create_task(coordinator.run(ports, url=url, stop=stop, on_serving=serving.set))
         async with asyncio.timeout(PATIENCE_S):
             await serving.wait()
         yield Live(coordinator, url, root)
@@ -350,18 +363,22 @@ async def test_a_coordinator_is_elected_again_after_a_command_was_in_passing(job
         assert (await live.state()).url == live.url
 
 
+def elected_at(url: str) -> Callable[[JobState], Elected]:
+    return lambda _: Elected(url=url)
+
+
 async def test_a_coordinator_that_was_replaced_is_not_elected_again_after_a_command_was_in_passing(
     job: JobBuilder,
 ) -> None:
-    before = Log(ThreadedStore(job.store), "job", writer_id="before", url="http://before")
-    after = Log(ThreadedStore(job.store), "job", writer_id="after", url="http://after")
-    for log in (before, after):
-        await log.elect(job_uid="0b" * 16)
+    logs = {name: Log(ThreadedStore(job.store), "job", writer_id=name, url=f"http://{name}") for name in ("b", "a")}
+    for name, log in logs.items():
+        await log.elect(elected_at(f"http://{name}"), job_uid="0b" * 16)
+    before, after = logs.values()
     await asyncio.to_thread(append_in_passing, job.store, "job", lambda _: Pin(seq=4), purpose="pin")
     with pytest.raises(FencedError):
         await before.catch_up()
     await after.catch_up()
-    assert (after.state.writer_id, after.state.url, after.state.passing) == ("after", "http://after", False)
+    assert (after.state.writer_id, after.state.url, after.state.passing) == ("a", "http://a", False)
 
 
 async def test_what_a_policy_does_not_keep_is_retired_and_deleted_after_a_change(

@@ -15,6 +15,7 @@ from toprope.coordinator.adapters.nodes import HttpNodes
 from toprope.coordinator.wire import (
     MAX_INVENTORY_BYTES,
     Desired,
+    Health,
     Inventory,
     OpenAnswer,
     OpenRequest,
@@ -35,6 +36,9 @@ class Ear:
     @property
     def registry(self) -> CollectorRegistry:
         return CollectorRegistry()
+
+    def health(self, *, standby: str = "") -> Health:
+        raise NotImplementedError
 
     def heard(self, inventory: Inventory) -> None:
         self.heard_all.append(inventory)

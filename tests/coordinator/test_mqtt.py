@@ -10,7 +10,7 @@ import aiomqtt
 import pytest
 
 from toprope.coordinator.adapters import mqtt
-from toprope.coordinator.performer import _ended
+from toprope.coordinator.performer import ended
 from toprope.coordinator.settings import Address
 
 
@@ -36,7 +36,9 @@ class DeadBroker:
 
 async def connected(loop: asyncio.TaskGroup) -> asyncio.Task[None]:
     reached = asyncio.Event()
-    client = mqtt.Mqtt(Address(host="broker", port=1), job="job", deliver=lambda _: None, connected=reached.set)
+    client = mqtt.Mqtt(
+        Address(host="broker", port=1), job="job", topics=(), deliver=lambda _: None, connected=reached.set
+    )
     running = loop.create_task(client.run())
     await reached.wait()
     return running
@@ -66,6 +68,6 @@ def test_a_loop_that_loses_its_cancellation_is_told_again() -> None:
         async with asyncio.timeout(5.0), asyncio.TaskGroup() as tasks:
             running = tasks.create_task(deaf())
             await asyncio.sleep(0)
-            await _ended({running})
+            await ended({running})
 
     asyncio.run(told())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import msgspec
+import pytest
 from tests.support.reigns import JOB, LAUNCH, SPEC, FakeNode, Reign, copy_of, training, two_nodes
 
 from toprope.coordinator import spec as specs
@@ -549,7 +550,35 @@ def test_a_source_whose_ranks_only_went_silent_is_begun_from_by_the_next_launch(
     assert view.from_step == 2
 
 
-def test_a_source_that_is_silent_for_the_same_launch_is_struck_off() -> None:
+@pytest.mark.parametrize("launch_id", [OTHER, "3c" * 16], ids=["the same launch", "another launch"])
+def test_a_source_whose_holders_did_not_answer_is_begun_from_again(launch_id: str) -> None:
+    reign = training()
+    reign.hold(2, tiers=("memory", "peer"))
+    reign.hold(4, tiers=("memory", "peer"))
+    restarted(reign)
+    reign.verdict("staged", ranks=(0,), ok=False, reason="peer of b: no answer", unanswered=True)
+    assert reign.desired.attempt is not None
+    assert (reign.desired.attempt.phase, reign.desired.attempt.reason[-20:]) == ("failed", "peer of b: no answer")
+    reign.end_trainers()
+    view = opened(reign.ask("a", "b", launch_id=launch_id, round_number=1)).attempt
+    assert view is not None
+    assert view.from_step == 4
+    assert not reign.state.struck
+
+
+def test_a_source_is_struck_off_for_what_one_rank_says_of_it_while_another_got_no_answer() -> None:
+    reign = training()
+    reign.hold(2, tiers=("memory", "peer"))
+    reign.hold(4, tiers=("memory", "peer"))
+    restarted(reign)
+    reign.verdict("staged", ranks=(0,), ok=False, reason="peer of b: no answer", unanswered=True)
+    reign.verdict("staged", ranks=(1,), ok=False, reason="its digest is another")
+    view = opened(reign.ask("a", "b", launch_id=OTHER, round_number=1)).attempt
+    assert view is not None
+    assert view.from_step == 2
+
+
+def test_a_source_of_which_the_same_launch_heard_nothing_is_begun_from_again() -> None:
     reign = training()
     reign.hold(2, tiers=("memory", "peer"))
     reign.hold(4, tiers=("memory", "peer"))
@@ -557,4 +586,4 @@ def test_a_source_that_is_silent_for_the_same_launch_is_struck_off() -> None:
     reign.wait(301)
     view = opened(reign.ask("a", "b", launch_id=OTHER, round_number=1)).attempt
     assert view is not None
-    assert view.from_step == 2
+    assert view.from_step == 4

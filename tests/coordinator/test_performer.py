@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 import pytest
 from tests.support.reigns import FakeNode
 
+from toprope.coordinator.metrics import Metrics
 from toprope.coordinator.performer import Coordinator
 
 
@@ -24,7 +25,7 @@ def test_a_core_that_fails_ends_the_process_whoever_told_it() -> None:
         async with asyncio.timeout(5.0), asyncio.TaskGroup() as tasks:
             config: Any = None
             core: Any = BrokenCore()
-            coordinator = Coordinator(config)
+            coordinator = Coordinator(config, metrics=Metrics())
             coordinator.core, coordinator._tasks = core, tasks
             with pytest.raises(KeyError):
                 coordinator.heard(FakeNode(name="a", job_uid="0b" * 16).say())  # as a request's task would

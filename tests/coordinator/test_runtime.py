@@ -25,6 +25,7 @@ from toprope.chaos.live.ask import get
 from toprope.chaos.live.broker import start_broker
 from toprope.chaos.live.processes import LiveError
 from toprope.coordinator.wire import (
+    LEADER_HEADER,
     MAX_DESIRED_BYTES,
     Desired,
     Member,
@@ -146,13 +147,44 @@ def test_a_port_in_use_is_wrong_use_and_elects_nobody(
 # --- processes
 
 
-def test_of_two_coordinators_the_older_ends_fenced(tmp_path: Path, started: Start) -> None:
-    old = started(name="old")
-    new = started(name="new")
-    assert old.process.wait(PATIENCE_S) == 1
-    last = old.process.log.read_text().strip().splitlines()[-1]
-    assert last.startswith("ckpt: job job: term 2 of ")
-    assert new.process.status() is None
+def health(url: str) -> dict[str, object]:
+    """Return what a coordinator says of itself; nothing while it does not answer."""
+    said: dict[str, object] = json.loads(get(url, "/healthz") or b"{}")
+    return said
+
+
+def roles(urls: list[str]) -> set[object]:
+    return {health(url).get("role") for url in urls}
+
+
+async def refused(url: str) -> tuple[int, str | None]:
+    """Return the status of the answer to a question that only a leader answers, and where that is said to be."""
+    async with aiohttp.ClientSession() as client, client.get(f"{url}/v1/desired") as answer:
+        return answer.status, answer.headers.get(LEADER_HEADER)
+
+
+def test_of_two_coordinators_one_stands_by_says_who_leads_and_leads_once_that_one_is_killed(
+    capsys: pytest.CaptureFixture[str], started: Start
+) -> None:
+    port = free_port()
+    one = started("--listen", f"127.0.0.1:{port}", name="one")
+    two = started(name="two")
+    assert asyncio.run(refused(two.url)) == (409, one.url)
+    assert (health(two.url)["role"], health(two.url)["leader"]) == ("follower", one.url)
+
+    wait_until(lambda: two.url in str(get(one.url, "/v1/status")), what="the leader knows of it", timeout_s=PATIENCE_S)
+    assert main(["status", "--coordinator", two.url]) == 0
+    shown = capsys.readouterr().out
+    assert f"term 1, broker none, {one.url}" in shown
+    assert f"standby: {two.url}" in shown
+
+    one.process.kill()
+    wait_until(lambda: health(two.url).get("role") == "leader", what="the other one leads", timeout_s=15)
+    assert main(["status", "--coordinator", f"{one.url},{two.url}"]) == 0
+    assert "term 2" in capsys.readouterr().out
+    again = started("--listen", f"127.0.0.1:{port}", name="again")
+    assert asyncio.run(refused(again.url)) == (409, two.url)
+    assert health(two.url)["term"] == 2
 
 
 def test_a_coordinator_told_to_end_ends_with_status_0(started: Start) -> None:
@@ -282,8 +314,10 @@ async def test_documents_travel_by_mosquitto_and_are_published_anew_by_the_next_
     mosquitto: int, started: Start
 ) -> None:
     arguments = ("--broker", f"127.0.0.1:{mosquitto}")
-    await opened_by_broker(await asyncio.to_thread(started, *arguments))
+    before = await asyncio.to_thread(started, *arguments)
+    await opened_by_broker(before)
     await asyncio.to_thread(started, *arguments, name="next")
+    before.process.kill()
     async with aiomqtt.Client("127.0.0.1", mosquitto, identifier="test") as client:
         await client.subscribe(f"toprope/{JOB}/desired", qos=1)
         while (desired := await next_desired(client)).term != 2:
@@ -365,8 +399,8 @@ def test_up_starts_all_restarts_what_dies_and_stops_all(
         assert f"export CKPT_SOCKET={memory_dir}/sidecar.sock" in process.log.read_text()
 
         def alive() -> list[str]:
-            view = json.loads(get(content["url"], "/v1/status") or b'{"nodes": []}')
-            return [node["node"] for node in view["nodes"] if node["alive"]]
+            views = [json.loads(get(url, "/v1/status") or b'{"nodes": []}') for url in content["urls"]]
+            return [node["node"] for view in views for node in view["nodes"] if node["alive"]]
 
         wait_until(lambda: alive() == ["a"], what="node a is heard", timeout_s=30)
         assert main(line) == 64
@@ -374,11 +408,14 @@ def test_up_starts_all_restarts_what_dies_and_stops_all(
         elsewhere = [*line, "--dir", str(tmp_path / "elsewhere")]
         assert main(elsewhere) == 64, "another --dir must not fence off the coordinator of a job that runs"
         assert f"runs already in {memory_dir}" in only_line(capsys)
-        os.kill(content["pids"]["coordinator"], signal.SIGKILL)
+        names = dict(zip(content["urls"], ("coordinator", "coordinator-2"), strict=True))
+        (leader,) = (name for url, name in names.items() if health(url).get("role") == "leader")
+        os.kill(content["pids"][leader], signal.SIGKILL)
         wait_until(lambda: "starting it again" in process.log.read_text(), what="it is noticed", timeout_s=30)
         wait_until(lambda: alive() == ["a"], what="the next coordinator hears node a", timeout_s=30)
         assert main(["status", "--job", JOB, "--dir", str(tmp_path / "up")]) == 0
         assert "term 2" in capsys.readouterr().out
+        wait_until(lambda: roles(content["urls"]) == {"leader", "follower"}, what="one stands by again", timeout_s=30)
     finally:
         assert process.stop(timeout_s=30) == 0
     assert not any(Path(f"/proc/{pid}").exists() for pid in content["pids"].values())

@@ -81,6 +81,21 @@ def test_what_the_collector_took_is_not_staged_and_named(memory: Memory, taken: 
     assert not raised.value.again, "it is not asked for again and again"
 
 
+def test_a_source_that_nobody_has_just_now_is_asked_for_again(memory: Memory) -> None:
+    request = Stage(
+        attempt_uid=NEW,
+        source_attempt_uid=uid(1),
+        step=20,
+        shard=RestoreShard(rank=0, bytes=8, digest="00" * 16, sources=()),
+        ways=(),
+        tensors=frozenset({ALL}),
+        part=1,
+    )
+    with pytest.raises(StagingError, match="nobody has it just now") as raised:
+        Stager(memory=memory, peers=FakePeers(), objects=FakeStore(), doubt=lambda *_: None).stage(request)
+    assert raised.value.again
+
+
 def test_the_next_round_strikes_it_off_and_begins_from_what_is_there() -> None:
     reign = training()
     reign.hold(8, tiers=("object",))

@@ -163,6 +163,7 @@ def test_a_shard_that_cannot_be_had_is_the_verdict_of_the_rank() -> None:
     verdict = driver.inventory.ranks[0].verdict
     assert verdict is not None
     assert (verdict.attempt_uid, verdict.ok, verdict.reason) == (NEW, False, "rank 0: peer of b: gone")
+    assert not verdict.unanswered
 
 
 def test_a_shard_whose_holder_does_not_answer_is_tried_again_and_costs_no_verdict() -> None:
@@ -179,7 +180,7 @@ def test_a_shard_whose_holder_does_not_answer_is_tried_again_and_costs_no_verdic
     driver.on(on.StageFailed(attempt_uid=NEW, rank=0, reason="peer of b: no answer", again=True))
     verdict = driver.inventory.ranks[0].verdict
     assert verdict is not None
-    assert verdict.reason == "rank 0: peer of b: no answer"
+    assert (verdict.ok, verdict.unanswered, verdict.reason) == (False, True, "rank 0: peer of b: no answer")
 
 
 def test_a_failed_attempt_sends_every_trainer_back() -> None:

@@ -277,6 +277,7 @@ class Reign:
         ok: bool = True,
         reason: str = "",
         misfit: bool = False,
+        unanswered: bool = False,
     ) -> None:
         """Let ranks of the current attempt tell their verdict."""
         attempt, facts = self.state.attempt, self.core.log_view.facts
@@ -291,7 +292,14 @@ class Reign:
                     attempt_uid=attempt.uid,
                     step=attempt.from_step,
                     lock_held=True,
-                    verdict=RankVerdict(attempt_uid=attempt.uid, phase=phase, ok=ok, reason=reason, misfit=misfit),
+                    verdict=RankVerdict(
+                        attempt_uid=attempt.uid,
+                        phase=phase,
+                        ok=ok,
+                        reason=reason,
+                        misfit=misfit,
+                        unanswered=unanswered,
+                    ),
                 )
         self.hear()
 

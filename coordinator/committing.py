@@ -1,0 +1,63 @@
+"""Makes a step READY: its indexes are read and checked, its manifest is written, and one record is appended."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+
+from toprope.coordinator.intents import CommitStep, index_keys, make_manifest, make_ready
+from toprope.coordinator.log import Log
+from toprope.coordinator.ports import StorePort
+from toprope.store.checkpoint import manifest
+from toprope.store.checkpoint.manifest import Index
+from toprope.store.errors import CorruptObjectError
+from toprope.store.log.records import Ready
+from toprope.store.names import manifest_key
+
+
+class Committer:
+    """Commits for one reign. ``wall_s`` tells the wall time in seconds since 1970, which is recorded."""
+
+    def __init__(self, store: StorePort, log: Log, *, wall_s: Callable[[], int]) -> None:
+        self._store = store
+        self._log = log
+        self._wall_s = wall_s
+
+    async def committed(self, intent: CommitStep) -> str:
+        """Make a step READY; return what is in the way if it never can be.
+
+        Raises:
+            StoreError: what it consists of is not what it should be.
+            UnavailableError: the store did not answer; it may be tried again.
+            FencedError: another coordinator has been elected.
+        """
+        indexes = [
+            manifest.decode(
+                await self._store.read_index(key), Index, key=key, expected_sha256=receipt.copy.index_sha256
+            )
+            for receipt, key in zip(
+                (*intent.receipts, *intent.others), index_keys(self._log.state, intent), strict=True
+            )
+        ]
+        state = self._log.state
+        seqs = sorted({index.base for index in indexes if index.base is not None})
+        if gone := sorted(set(seqs) - set(state.live)):
+            return f"it points into files of READY {gone[0]}, which is not live"
+        bases = {seq: await self._store.indexes(state, seq) for seq in seqs}
+        made = make_manifest(state, intent, indexes, bases)
+        if isinstance(made, str):
+            return made
+        body = manifest.encode(made)
+        sha256 = manifest.sha256(body)
+        key = manifest_key(self._log.state.job, attempt=intent.attempt, step=intent.step, sha256=sha256)
+        await self._store.create_manifest(key, body)
+        if await self._store.read(key, uncached=True) != body:
+            raise CorruptObjectError(f"{key}: the store does not hold what was written there")
+        done = await self._log.append(
+            lambda state: self._timed(make_ready(state, intent, manifest_sha256=sha256, bases=seqs))
+        )
+        return "the log has moved on" if done.seq is None else ""
+
+    def _timed(self, ready: Ready | None) -> Ready | None:
+        return None if ready is None else msgspec.structs.replace(ready, at_s=self._wall_s())
