@@ -171,9 +171,6 @@ class Core:
         if not self._keep and seen.term < self.term:
             self._keep = seen.keep
             self.placing.remember(seen.placement)
-        attempt = self.log_view.state.attempt
-        if seen.attempt is not None and attempt is not None and seen.attempt.uid == attempt.uid:
-            self._extra_step = self._extra_step or seen.extra_step
         return [Publish(desired=self.desired)] if self.desired is not None else []
 
     def _tick(self, now_s: float) -> list[Effect]:

@@ -65,7 +65,9 @@ class StepAsk(_Document, frozen=True, kw_only=True):
 class RankState(_Document, frozen=True, kw_only=True):
     """A rank that this node serves. ``lock_held``: its process lives and may write into its slots.
 
-    ``state_bytes`` is the size that it announced (0: none yet). ``ask`` is about the attempt ``attempt_uid``.
+    ``state_bytes`` is the size that it announced (0: none yet). ``ask`` is about the attempt ``attempt_uid``, and
+    ``extra_step`` is the step of it that the coordinator has named for all to save and end at, as far as is known here
+    (0: none).
     """
 
     rank: int
@@ -77,6 +79,7 @@ class RankState(_Document, frozen=True, kw_only=True):
     state_bytes: int = 0
     verdict: RankVerdict | None = None
     ask: StepAsk | None = None
+    extra_step: int = 0
 
 
 class Copy(_Document, frozen=True, kw_only=True):

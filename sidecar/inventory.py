@@ -38,25 +38,28 @@ class Books:
         placed = {p.rank for p in attempt.world if p.node == self.me.node} if attempt is not None else set()
         locked = {rank for rank in self.slots.ranks() if self.slots.holder_launch(rank) is not None}
         heard = set(self.conversation.notes)
-        return [self._rank_state(rank) for rank in sorted(connected | locked | (placed & heard))]
+        return [self._rank_state(rank, desired) for rank in sorted(connected | locked | (placed & heard))]
 
-    def _rank_state(self, rank: int) -> RankState:
+    def _rank_state(self, rank: int, desired: Desired) -> RankState:
         """Return where a rank stands; what its frames have not said since this sidecar started, its slots say."""
         notes = self.conversation.notes.get(rank, RankNotes())
         holder = self.slots.holder_launch(rank)
         records = self.slots.of_rank(rank)
         newest = max((record.shard for record in records if record.shard is not None), default=None)
         known = notes.attempt_uid != "" or newest is None
+        attempt_uid = notes.attempt_uid if newest is None or known else newest.attempt_uid
+        current = desired.attempt is not None and desired.attempt.uid == attempt_uid
         return RankState(
             rank=rank,
             world=notes.world or max((record.world for record in records), default=0),
             launch_id=holder if holder is not None else notes.launch_id,
-            attempt_uid=notes.attempt_uid if newest is None or known else newest.attempt_uid,
+            attempt_uid=attempt_uid,
             step=notes.step if newest is None or known else newest.step,
             lock_held=holder is not None,
             state_bytes=self.slots.wanted_bytes.get(rank, 0),
             verdict=self.restore.verdict(notes.attempt_uid) or notes.verdict,
             ask=notes.ask,
+            extra_step=desired.extra_step if current else 0,
         )
 
     def inventory(self, desired: Desired, *, read_backs: tuple[ReadBack, ...], reading: bool) -> Inventory:

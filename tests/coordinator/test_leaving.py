@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import msgspec
+import pytest
 from tests.support.reigns import Reign, training
 
-from toprope.coordinator.events import SeenDesired
 from toprope.coordinator.wire import StepAsk
 
 
@@ -52,17 +52,35 @@ def test_it_is_that_of_one_attempt_only() -> None:
     assert reign.desired.extra_step == 0
 
 
-def test_a_successor_names_the_step_that_was_named_before_it() -> None:
+def tell(reign: Reign, *ranks: int) -> None:
+    """Let nodes say which step they were told, as far as these ranks are theirs."""
+    for node in reign.nodes.values():
+        for rank in set(node.ranks) & set(ranks):
+            node.ranks[rank] = msgspec.structs.replace(node.ranks[rank], extra_step=reign.desired.extra_step)
+
+
+@pytest.mark.parametrize("ranks", [(0, 1), (0,), (1,)])
+def test_a_successor_names_the_step_that_the_nodes_were_told_before_it(ranks: tuple[int, ...]) -> None:
     reign = training()
     ask(reign, 0, after=5, step=9)
+    tell(reign, *ranks)
     ask(reign, 1, after=5, step=11)
     after = reign.successor()
-    after.do(SeenDesired(desired=reign.desired, now_s=after.now_s))
     after.hear()
     assert after.desired.extra_step == 9
 
 
-def test_a_successor_that_sees_no_document_has_the_asks() -> None:
+def test_a_successor_moves_it_for_a_rank_that_has_gone_past_it() -> None:
+    reign = training()
+    ask(reign, 0, after=5, step=9)
+    tell(reign, 0)
+    ask(reign, 1, after=9, step=12)
+    after = reign.successor()
+    after.hear()
+    assert after.desired.extra_step == 12
+
+
+def test_a_successor_whose_nodes_were_told_nothing_yet_has_the_asks() -> None:
     reign = training()
     ask(reign, 0, after=5, step=9)
     after = reign.successor()
@@ -70,13 +88,12 @@ def test_a_successor_that_sees_no_document_has_the_asks() -> None:
     assert after.desired.extra_step == 9
 
 
-def test_a_document_of_another_attempt_says_nothing_of_this_one() -> None:
+def test_what_was_told_of_another_attempt_says_nothing_of_this_one() -> None:
     reign = training()
     ask(reign, 0, after=5, step=9)
-    old = reign.desired
+    tell(reign, 0, 1)
     reign.end_trainers()
     assert reign.ask("a", "b", launch_id="3c" * 16) is not None
     after = reign.successor()
-    after.do(SeenDesired(desired=old, now_s=after.now_s))
     after.hear()
     assert after.desired.extra_step == 0

@@ -70,6 +70,7 @@ def test_the_step_that_the_coordinator_names_is_passed_on() -> None:
     driver = training()
     driver.want(extra_step=9)
     assert [frame.extra_step for frame in driver.sent(wire.Desired)] == [9]
+    assert [state.extra_step for state in driver.inventory.ranks] == [9], "the next coordinator hears of it from here"
 
 
 def test_a_last_step_that_is_not_due_goes_to_each_tier_when_its_trainer_asks() -> None:
