@@ -15,8 +15,12 @@ import msgspec
 from toprope.store.errors import CorruptObjectError
 
 FORMAT = 2
-MAX_MANIFEST_BYTES = 64 * 1024 * 1024
-MAX_INDEX_BYTES = 64 * 1024 * 1024
+MAX_MANIFEST_BYTES = 32 * 1024 * 1024
+MANIFEST_BYTES_A_RANK = 1024
+MAX_INDEX_BYTES = 32 * 1024 * 1024
+MAX_INDEX_MARKS = 3 * 1024 * 1024
+"""How many braces, brackets, commas and colons an index may have, before it is parsed: a value of JSON takes much more
+memory than text. A tensor has some thirty, and a shard 65,536 tensors at most."""
 MAX_FILES = 64
 
 
@@ -187,6 +191,8 @@ def decode(body: bytes, kind: type[_T], *, key: str, expected_sha256: str) -> _T
     found = sha256(body)
     if found != expected_sha256:
         raise CorruptObjectError(f"{key}: SHA-256 is {found}, expected {expected_sha256}")
+    if kind is Index and (marks := sum(map(body.count, (b"{", b"[", b",", b":")))) > MAX_INDEX_MARKS:
+        raise CorruptObjectError(f"{key}: {marks} values and more; at most {MAX_INDEX_MARKS}")
     try:
         written = msgspec.json.decode(body, type=_Peek).format
         if not 1 <= written <= FORMAT:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from toprope.store.checkpoint.codec import MAX_RATIO
 from toprope.store.checkpoint.files import image_chunks, image_parts
 from toprope.store.checkpoint.manifest import (
+    MANIFEST_BYTES_A_RANK,
     MAX_FILES,
     MAX_INDEX_BYTES,
     MAX_MANIFEST_BYTES,
@@ -72,12 +73,16 @@ def read_manifest(store: ObjectStore, state: JobState, seq: int) -> tuple[Manife
     """
     ready = state.readies[seq]
     key = manifest_key(state.job, attempt=ready.attempt, step=ready.step, sha256=ready.manifest_sha256)
-    body = read_capped(store, key, limit=MAX_MANIFEST_BYTES)
+    world = state.attempts[ready.attempt - 1].world_size
+    limit = min(MAX_MANIFEST_BYTES, MANIFEST_BYTES_A_RANK * (world + 4))
+    body = read_capped(store, key, limit=limit)
     manifest = decode(body, Manifest, key=key, expected_sha256=ready.manifest_sha256)
     said = (manifest.job, manifest.job_uid, manifest.attempt, manifest.attempt_uid, manifest.step)
     expected = (state.job, state.job_uid, ready.attempt, ready.attempt_uid, ready.step)
     if said != expected:
         raise CorruptObjectError(f"{key}: it describes {said}, but READY {seq} is {expected}")
+    if manifest.world != world:
+        raise CorruptObjectError(f"{key}: it is of {manifest.world} ranks, but attempt {ready.attempt} has {world}")
     if [shard.rank for shard in manifest.shards] != list(range(manifest.world)):
         raise CorruptObjectError(f"{key}: it does not name each of the {manifest.world} ranks once, in order")
     if sum(shard.bytes for shard in manifest.shards) != ready.bytes:

@@ -7,18 +7,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 
 from toprope.store.checkpoint.manifest import Index, sha256
 from toprope.store.checkpoint.ready import Damage, damage_of, read_index, read_manifest, scan_object, scan_shard
 from toprope.store.errors import CorruptObjectError, MissingObjectError, NothingToVerifyError
 from toprope.store.log.fold import JobState
-from toprope.store.names import facts_key
+from toprope.store.names import facts_key, manifest_key
 from toprope.store.objects.protocol import ObjectStore
+
+MAX_DAMAGES = 10_000
+"""How many findings of one checkpoint are told one by one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointReport:
-    """What was found in one READY checkpoint. ``bytes`` is what its shards should have."""
+    """What was found in one READY checkpoint. ``bytes`` is what its shards should have.
+
+    After ``MAX_DAMAGES`` of them the rest is not read any more, and the last one says so.
+    """
 
     job: str
     seq: int
@@ -63,8 +70,20 @@ def verify_checkpoint(store: ObjectStore, state: JobState, seq: int) -> Checkpoi
         step=ready.step,
         world=attempt.world_size,
         bytes=ready.bytes,
-        damages=tuple(_damages(store, state, seq)),
+        damages=_first(_damages(store, state, seq), state, seq),
     )
+
+
+def _first(damages: Iterator[Damage], state: JobState, seq: int) -> tuple[Damage, ...]:
+    found = tuple(islice(damages, MAX_DAMAGES))
+    if len(found) < MAX_DAMAGES or next(damages, None) is None:
+        return found
+    ready = state.readies[seq]
+    key = manifest_key(state.job, attempt=ready.attempt, step=ready.step, sha256=ready.manifest_sha256)
+    more = Damage(
+        job=state.job, key=key, what="there is more, which was not read", step=ready.step, attempt=ready.attempt
+    )
+    return (*found, more)
 
 
 def _damages(store: ObjectStore, state: JobState, seq: int) -> Iterator[Damage]:

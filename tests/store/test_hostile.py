@@ -10,19 +10,24 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
+import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.support import hostile_reader
-from tests.support.stores import small_store
+from tests.support.stores import JobBuilder, small_store
 
+from toprope.store.checkpoint.codec import MAX_FRAME_BYTES
+from toprope.store.checkpoint.manifest import File, Index, Manifest, Packed
 from toprope.store.checkpoint.shard import MAX_HEADER_BYTES, MAX_MARKS, MAX_TENSORS, parse_header
+from toprope.store.digest import digest
 from toprope.store.errors import CkptError, CorruptObjectError, UsageError
 from toprope.store.log.chain import apply
 from toprope.store.log.fold import JobState
 from toprope.store.names import Key
 from toprope.store.objects.directory import DirectoryStore
-from toprope.store.objects.protocol import MAX_WHOLE_BYTES
+from toprope.store.objects.protocol import MAX_WHOLE_BYTES, ObjectStore
 
 GIB = 1024**3
 LIMIT_MIB = 256
@@ -124,26 +129,93 @@ HOSTILE: dict[str, Callable[[Path], None]] = {
 }
 
 
+def many_ranks(manifest: Manifest) -> Manifest:
+    """As many ranks as a manifest has room for; the attempt has as many."""
+    last = manifest.shards[-1]
+    shards = tuple(msgspec.structs.replace(last, rank=rank, bytes=0) for rank in range(2, RANKS))
+    return msgspec.structs.replace(manifest, world=RANKS, shards=(*manifest.shards, *shards))
+
+
+RANKS = 100_000
+
+
+def of_many_ranks(job: JobBuilder) -> JobBuilder:
+    """Let the attempt have so many ranks, of which two will store anything."""
+    job.world = RANKS
+    job.open_attempt()
+    job.world = 2
+    return job
+
+
+def many_tensors(dimensions: int, count: int) -> Callable[[Index], Index]:
+    """So many tensors, all empty, of so many dimensions."""
+
+    def change(index: Index) -> Index:
+        end, shape = index.tensors[-1].end, (0, *range(1000, 999 + dimensions))
+        last = msgspec.structs.replace(
+            index.tensors[-1], begin=end, end=end, shape=shape, global_shape=shape, offsets=shape
+        )
+        added = (msgspec.structs.replace(last, name=f"{number:06x}") for number in range(count))
+        return msgspec.structs.replace(index, tensors=(*index.tensors, *added)) if index.rank == 0 else index
+
+    return change
+
+
+def packed_bomb(store: ObjectStore, *, holds: int, says: bool) -> Callable[[Index], Index]:
+    """A packed file whose one frame holds much more than the table tells; ``says``: the frame itself says how much."""
+    size = {"size": holds} if says else {}
+    compressor = zstandard.ZstdCompressor(level=1, write_content_size=says).compressobj(**size)
+    frame = b"".join([compressor.compress(bytes(1 << 24)) for _ in range(holds >> 24)]) + compressor.flush()
+    table = struct.pack("<II", len(frame), MAX_FRAME_BYTES) + struct.pack("<IBI", 1, 0, 0x8F92EAB1)
+    body = frame + struct.pack("<II", 0x184D2A5E, len(table)) + table
+
+    def change(index: Index) -> Index:
+        key = index.files[0].key + ".zst"
+        store.create(Key(key), body)
+        lies = Packed(codec="zstd", bytes=len(body), digest=digest(body))
+        file = File(key=key, bytes=MAX_FRAME_BYTES, digest=index.digest, packed=lies)
+        return msgspec.structs.replace(index, files=(file,))
+
+    return change
+
+
+LYING: dict[str, Callable[[JobBuilder], object]] = {
+    "a manifest of 100k ranks": lambda job: of_many_ranks(job).checkpoint(20, change_manifest=many_ranks),
+    "an index of 65k tensors": lambda job: job.checkpoint(20, change_index=many_tensors(1, MAX_TENSORS)),
+    "an index of as many numbers as may be": lambda job: job.checkpoint(20, change_index=many_tensors(1000, 1040)),
+    "an index of too many numbers": lambda job: job.checkpoint(20, change_index=many_tensors(1000, 1050)),
+    "a frame that holds 1 GiB": lambda job: job.checkpoint(
+        20, change_index=packed_bomb(job.store, holds=GIB, says=True)
+    ),
+    "a frame of 1 GiB that says nothing": lambda job: job.checkpoint(
+        20, change_index=packed_bomb(job.store, holds=GIB, says=False)
+    ),
+}
+"""What a store's writer that lies has READY, with each digest right that a reader can compare before it is read."""
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_whatever_a_store_holds_a_reader_gets_a_typed_error_within_its_memory(tmp_path: Path) -> None:
-    roots = []
-    for number, hostile in enumerate(HOSTILE.values()):
-        root = tmp_path / f"case-{number}"
+    roots = [tmp_path / f"case-{number}" for number in range(len(HOSTILE) + len(LYING))]
+    for root, hostile in zip(roots, HOSTILE.values(), strict=False):
         root.mkdir()
         small_store(DirectoryStore(root))
         hostile(root)
-        roots.append(root)
+    for root, lie in zip(roots[len(HOSTILE) :], LYING.values(), strict=True):
+        root.mkdir()
+        lie(JobBuilder(DirectoryStore(root)).begin())
     before = sorted(path.name for path in tmp_path.iterdir())
     command = [sys.executable, hostile_reader.__file__, *map(str, roots)]
     done = subprocess.run(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True, check=True)
     told = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(told) == len(HOSTILE)
-    for name, case in zip(HOSTILE, told, strict=True):
+    names = [*HOSTILE, *LYING]
+    assert len(told) == len(names)
+    for name, case in zip(names, told, strict=True):
         assert case["verify"], f"{name}: nothing was found"
         assert case["restore"] or "header" in name or "facts" in name, f"{name}: it was restored"
         assert case["peak_mib"] <= LIMIT_MIB, f"{name}: {case['peak_mib']} MiB"
-    restored = [f"case-{number}-restored" for number, name in enumerate(HOSTILE) if "facts" in name]  # it needs none
+    restored = [f"case-{number}-restored" for number, name in enumerate(names) if "facts" in name]  # it needs none
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(before + restored)  # nothing was executed
 
 
