@@ -40,8 +40,8 @@ from toprope.sidecar.memory import (
 from toprope.sidecar.performer import Parts, Sidecar
 from toprope.sidecar.ports import Ports
 from toprope.sidecar.values import Identity
-from toprope.store.errors import CkptError, UsageError
-from toprope.store.objects.opening import open_store
+from toprope.store.errors import CkptError, UnavailableError, UsageError
+from toprope.store.objects.opening import open_store, untried_store
 from toprope.store.objects.protocol import ObjectStore
 
 log = logging.getLogger("toprope.sidecar")
@@ -73,7 +73,7 @@ async def run(config: SidecarConfig, wrap: Wrap = unwrapped) -> None:
     check_admission(config)
     make_directory(config.job_local, what="--local-dir")
     with _bound(config) as listening:
-        store = open_store(config.store, write=True)
+        store = _opened(config.store)
         with _owned_memory(config):
             host, port = listening.getsockname()[:2]
             ground = Ground(
@@ -84,6 +84,15 @@ async def run(config: SidecarConfig, wrap: Wrap = unwrapped) -> None:
                 incarnation=os.urandom(16).hex(),
             )
             await _serve(config, ground, wrap)
+
+
+def _opened(root: str) -> ObjectStore:
+    """Return the object store; one that does not answer now costs its tier and not the others."""
+    try:
+        return open_store(root, write=True)
+    except UnavailableError as error:
+        log.warning("goes on without the object tier until the store answers: %s", error)
+        return untried_store(root)
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from toprope.store.names import Key, checked_id
 from toprope.store.objects.directory import DirectoryStore
 from toprope.store.objects.protocol import ObjectStore
 from toprope.store.objects.retry import RetryStore
+from toprope.store.objects.untried import UntriedStore
 
 if TYPE_CHECKING:
     from toprope.store.objects.s3 import S3Store
@@ -36,6 +37,13 @@ def open_store(root: str, *, write: bool = False) -> ObjectStore:
     if root.startswith(_S3):
         return _open_s3(root, write=write)
     return _open_directory(root, write=write)
+
+
+def untried_store(root: str) -> ObjectStore:
+    """Return the ``s3://`` store that did not answer when it was opened, to be tried out before its first write."""
+    assert root.startswith(_S3), "a directory answers at once"
+    bucket = _s3(root)
+    return UntriedStore(RetryStore(bucket), lambda: _try_out(bucket))
 
 
 def absolute_root(root: str) -> str:
@@ -82,14 +90,18 @@ def _open_s3(root: str, *, write: bool) -> ObjectStore:
     bucket = _s3(root)
     store = RetryStore(bucket)
     if write:
-        key = Key(f"probe/{secrets.token_hex(16)}")
-        try:
-            _probe(store, key)
-        finally:
-            bucket.forget_probe(key)
+        _try_out(bucket)
     else:
         next(store.list("probe/none/"), None)  # so that a bucket that can't be reached is said before anything else
     return store
+
+
+def _try_out(bucket: S3Store) -> None:
+    key = Key(f"probe/{secrets.token_hex(16)}")
+    try:
+        _probe(RetryStore(bucket), key)
+    finally:
+        bucket.forget_probe(key)
 
 
 def _probe(store: ObjectStore, key: Key) -> None:

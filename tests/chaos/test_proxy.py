@@ -6,7 +6,6 @@ import contextlib
 import random
 import socket
 import socketserver
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -15,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
+from toprope.chaos.live.detour import Detour, detour
 from toprope.chaos.live.muddle import Muddle
-from toprope.chaos.live.processes import Process, free_port, wait_until
-from toprope.chaos.live.proxy import Mode, done, tell
+from toprope.chaos.live.proxy import Mode, tell
 
 SHORT_S = 0.15
 LONG_S = 10.0
@@ -48,48 +47,27 @@ class Link:
     """A server that answers, and a proxy before it."""
 
     server: Answers
-    port: int
-    mode_file: Path
-    log: Path
+    proxy: Detour
 
     def tell(self, mode: str) -> None:
-        """Tell the proxy, and wait until it knows."""
-        before = self.log.read_text() if self.log.exists() else ""
-        tell(self.mode_file, mode)
-        wait_until(
-            lambda: f" mode {mode.split(maxsplit=1)[0]} " in self.log.read_text()[len(before) :], what=mode, timeout_s=5
-        )
-
-    def connect(self, *, timeout_s: float = LONG_S) -> socket.socket:
-        return socket.create_connection(("127.0.0.1", self.port), timeout=timeout_s)
-
-    def listens(self) -> bool:
-        try:
-            self.connect().close()
-        except ConnectionRefusedError:
-            return False
-        return True
+        self.proxy.tell(mode)
 
     def done(self) -> list[str]:
-        return [text for _, text in done(self.log)]
+        return self.proxy.done()
+
+    def connect(self, *, timeout_s: float = LONG_S) -> socket.socket:
+        return socket.create_connection(("127.0.0.1", self.proxy.port), timeout=timeout_s)
 
 
 @pytest.fixture(scope="module")
 def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Link]:
-    directory = tmp_path_factory.mktemp("proxy")
     with Answers() as server:
-        link = Link(server, free_port(), directory / "mode", directory / "log")
-        tell(link.mode_file, "pass")
-        words = [str(link.port), str(server.server_address[1]), str(link.mode_file), str(link.log)]
-        command = [sys.executable, "-m", "toprope.chaos.live.proxy", *words]
-        process = Process("proxy", command, log=directory / "proxy.log")
         thread = threading.Thread(target=server.serve_forever, args=(0.02,))
         thread.start()
         try:
-            wait_until(link.listens, what="the proxy listens", timeout_s=LONG_S, alive=[process])
-            yield link
+            with detour(tmp_path_factory.mktemp("proxy"), target=str(server.server_address[1])) as proxy:
+                yield Link(server, proxy)
         finally:
-            process.kill()
             server.shutdown()
             thread.join()
 
@@ -97,9 +75,9 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Link]:
 @pytest.fixture
 def link(started: Link) -> Link:
     """A link that carries all, and has done nothing yet."""
-    tell(started.mode_file, "pass")
-    time.sleep(0.05)  # it looks every 20 ms, and may have had nothing to do
-    started.log.write_text("")
+    started.tell("delay 0")  # the proxy notes only what is new to it
+    started.tell("pass")
+    started.proxy.log.write_text("")
     started.server.received.clear()
     return started
 
