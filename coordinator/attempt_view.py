@@ -44,6 +44,7 @@ def attempt_view(
         restore=shards,
         phase=progress.phase,
         reason=progress.reason,
+        misfit=progress.misfit,
         base=BaseView(job_uid=base.job_uid, step=base.step, weights_only=base.take == "weights")
         if base is not None and is_base
         else None,

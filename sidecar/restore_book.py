@@ -133,7 +133,7 @@ class RestoreBook:
     def _progress(self, trainer: Trainer, attempt: AttemptView) -> list[wire.FromSidecar]:
         frames: list[wire.FromSidecar] = []
         if attempt.phase == "failed":
-            return _once(trainer, "failed", _go(trainer, ok=False, reason=attempt.reason))
+            return _once(trainer, "failed", _go(trainer, ok=False, reason=attempt.reason, misfit=attempt.misfit))
         if self.complete(attempt, trainer):
             ranks = {want.rank for want in trainer.wants}
             shards = tuple(self.staged[rank] for rank in sorted(ranks & set(self.staged)))
@@ -206,10 +206,10 @@ def _schedule(desired: Desired) -> wire.Schedule:
     return wire.Schedule(from_step=desired.cadence.from_step, every=desired.cadence.every)
 
 
-def _go(trainer: Trainer, *, ok: bool, reason: str = "") -> wire.Go:
+def _go(trainer: Trainer, *, ok: bool, reason: str = "", misfit: bool = False) -> wire.Go:
     """Return GO for the phase that the trainer waits for."""
     phase = "applied" if "staged" in trainer.told else "staged"
-    return wire.Go(attempt_uid=trainer.attempt_uid, phase=phase, ok=ok, reason=reason)
+    return wire.Go(attempt_uid=trainer.attempt_uid, phase=phase, ok=ok, reason=reason, misfit=misfit)
 
 
 def _once(trainer: Trainer, what: str, frame: wire.FromSidecar) -> list[wire.FromSidecar]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Iterator, Sized
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch.utils.data import Sampler
@@ -48,6 +48,9 @@ class ElasticSampler(Sampler[int]):
     ``rank`` and ``world`` are those of the process group unless given: give them when several ranks train on the same
     samples, as under tensor parallelism.
     """
+
+    elastic: ClassVar[bool] = True
+    """Its state is the same on all ranks, counts the samples of all, and so holds on any number of ranks."""
 
     def __init__(  # noqa: PLR0913 - how samples are dealt, all by keyword
         self,

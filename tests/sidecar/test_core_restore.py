@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from tests.support.core_driver import UID, Driver, shard
 
 from toprope.coordinator.wire import OpenAnswer, RestoreShard, Source
@@ -36,9 +37,12 @@ def opened(phase: str = "opened") -> Driver:
     return driver
 
 
-def reopen(driver: Driver, phase: str, *, uid: str = NEW, number: int = 2, reason: str = "") -> None:
+def reopen(
+    driver: Driver, phase: str, *, uid: str = NEW, number: int = 2, reason: str = "", misfit: bool = False
+) -> None:
     """Let attempt 2 be in this phase."""
     driver.attempt(
+        misfit=misfit,
         number=number,
         uid=uid,
         launch_id="bb",
@@ -183,10 +187,12 @@ def test_a_shard_whose_holder_does_not_answer_is_tried_again_and_costs_no_verdic
     assert (verdict.ok, verdict.unanswered, verdict.reason) == (False, True, "rank 0: peer of b: no answer")
 
 
-def test_a_failed_attempt_sends_every_trainer_back() -> None:
+@pytest.mark.parametrize("misfit", [False, True])
+def test_a_failed_attempt_sends_every_trainer_back(*, misfit: bool) -> None:
     driver = opened()
-    reopen(driver, "failed", reason="rank 1 has none")
-    assert driver.sent(wire.Go) == [wire.Go(attempt_uid=NEW, phase="staged", ok=False, reason="rank 1 has none")]
+    reopen(driver, "failed", reason="rank 1 has none", misfit=misfit)
+    over = wire.Go(attempt_uid=NEW, phase="staged", ok=False, reason="rank 1 has none", misfit=misfit)
+    assert driver.sent(wire.Go) == [over]
     driver.tick(1.0)
     assert driver.all(do.Send) == []
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from tests.support.fake_sidecar import FakeSidecar, Peer
 from tests.support.tiny_trainer import Tiny, load, open_image, tiny
 
-from toprope.trainer_hooks import Checkpointer, HookError, RestoreError, SidecarUnavailableError
+from toprope.trainer_hooks import Checkpointer, HookError, RestoreError, SidecarUnavailableError, UsageError
 from toprope.trainer_hooks.link import wire
 from toprope.trainer_hooks.link.slot import SlotState, read_page
 from toprope.trainer_hooks.save.ending import Level, reaches
@@ -241,24 +242,26 @@ class Refuses(FakeSidecar):
     """Another rank of the world fails in a phase of each restore that has a source."""
 
     phase = ""
+    misfit = False
 
     def _verdict(self, rank: int, frame: wire.Verdict) -> None:
         known = self._round(frame.attempt_uid)
         if frame.ok and frame.phase == self.phase and known.attempt.from_step:
             known.failed = "another rank could not"
-            self._tell(wire.Go(attempt_uid=frame.attempt_uid, phase=frame.phase, ok=False, reason=known.failed))
+            go = wire.Go(attempt_uid=frame.attempt_uid, phase=frame.phase, ok=False, reason=known.failed)
+            self._tell(replace(go, misfit=self.misfit))
         else:
             super()._verdict(rank, frame)
 
 
-def saved_then_restored_with_a_refusal(directory: Path, phase: str) -> tuple[str, str, int]:
+def saved_then_restored_with_a_refusal(directory: Path, phase: str, *, misfit: bool = False) -> tuple[str, str, int]:
     """Return the digests of a fresh trainer before and after its restore, and the step that it was given."""
     with Refuses(directory / "s") as sidecar:
         first = begun(sidecar, tiny())
         first.end_step(2)
         sidecar.wait_image(2)
         first.close("nothing")
-        sidecar.phase = phase
+        sidecar.phase, sidecar.misfit = phase, misfit
         trainer = tiny(9)
         before = trainer.digest()
         second = Checkpointer(job="j", socket=sidecar.socket_path, **trainer.named())
@@ -273,6 +276,11 @@ def test_nothing_is_applied_before_all_ranks_have_checked_what_was_staged(memory
     before, after, step = saved_then_restored_with_a_refusal(memory_dir, "staged")
     assert step == 0, "the source was struck off"
     assert after == before
+
+
+def test_no_rank_asks_again_after_another_that_did_not_fit_since_that_one_has_ended(memory_dir: Path) -> None:
+    with pytest.raises(UsageError, match="another rank could not"):
+        saved_then_restored_with_a_refusal(memory_dir, "staged", misfit=True)
 
 
 def test_no_rank_trains_before_all_have_applied(memory_dir: Path) -> None:

@@ -248,13 +248,17 @@ class Staged:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Go:
-    """Sidecar: all ranks said ok to ``phase``; or, not ok, the attempt is over and another round may be opened."""
+    """Sidecar: all ranks said ok to ``phase``; or, not ok, the attempt is over and another round may be opened.
+
+    ``misfit``: none would do better, since a rank is another trainer than the one that was saved.
+    """
 
     kind: ClassVar[str] = "GO"
     attempt_uid: str
     phase: str
     ok: bool
     reason: str = ""
+    misfit: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -180,6 +180,8 @@ class Entry:
 
     def _ended(self, attempt: wire.Attempt, answer: wire.Go | wire.Error | None, doing: str) -> Exception:
         match answer:
+            case wire.Go(ok=False, misfit=True, phase="staged"):  # who found it has ended: no collective would
+                return UsageError(answer.reason)
             case wire.Go(ok=False):
                 return NextRound(answer.reason)
             case wire.Error():

@@ -18,7 +18,6 @@ from toprope.trainer_hooks.capture.modules import ModelState, optimizer_names
 from toprope.trainer_hooks.capture.optimizers import owned
 from toprope.trainer_hooks.capture.spread import Mesh, as_dtensor, block_of, spread_of
 from toprope.trainer_hooks.capture.state import FORMAT, Parts, as_stateful
-from toprope.trainer_hooks.elastic import ElasticSampler
 from toprope.trainer_hooks.errors import StateMismatchError
 from toprope.trainer_hooks.image.shard import Extent
 from toprope.trainer_hooks.image.tree import Encoder, Json
@@ -30,8 +29,8 @@ from toprope.trainer_hooks.restore.reader import ShardReader, Target
 if TYPE_CHECKING:
     from toprope.trainer_hooks.capture.fsdp import FlatShard
 
-PER_RANK = ("dataloader", "dataloader_generator")
-"""Sections that may differ from rank to rank, and then are left alone in another number of ranks."""
+DATA = ("dataloader", "dataloader_generator")
+"""Sections that belong to a rank and to the number of ranks, unless the one who deals the samples is elastic."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +121,7 @@ def reshard(  # noqa: PLR0913 - what is restored into what, and where
     """Plan what this rank's state is made of, from the headers and documents of all shards.
 
     ``names``: what the ranks of the trainer have, all of them together (see ``names.names_of``). ``partial`` allows
-    that the checkpoint has more.
+    that the checkpoint has more, and that a position in the data that does not hold here is left as it is.
 
     Raises:
         StateMismatchError: it can't be had; the message names all that stands against it.
@@ -133,7 +132,7 @@ def reshard(  # noqa: PLR0913 - what is restored into what, and where
                 f"the shard of rank {number} has format {document.get('format')} and is of {document['world']} ranks; "
                 f"this version reads format {FORMAT}, and {len(saved.shards)} shards were given"
             )
-    plan = _Plan(parts, model, saved, names, rank, world)
+    plan = _Plan(parts, model, saved, names, rank, world, partial)
     result = plan.made()
     more = [] if partial else [f"{name}: in the checkpoint, unexpected here" for name in result.unexpected]
     if saved.problems or more:
@@ -156,6 +155,7 @@ class _Plan:
     names: Mapping[str, frozenset[str]]
     rank: int
     world: int
+    partial: bool
     shard: Assembled = field(default_factory=Assembled)
     left: set[str] = field(default_factory=set)
     notes: list[str] = field(default_factory=list)
@@ -295,22 +295,25 @@ class _Plan:
             return  # missing, as the check will say
         if self._same_world and self.rank in values:
             document[section] = self._own(section, values[self.rank])
-        elif section in PER_RANK:
+        elif section in DATA:
             self._data(section, values, document)
         else:
             document[section] = self._equal(section, values)
 
     def _data(self, section: str, values: dict[int, Json], document: dict[str, Json]) -> None:
-        """Take the data's position if it is the same on all ranks, as one that counts the samples of all of them is."""
-        trial = Merger(self.merger.shards, self.merger.documents)
-        trial.tree(section, values, None, lambda *_: None)
-        if trial.problems or trial.copies:
-            self.left.add(section)
-            self.notes.append(f"{section} is not restored: each rank of the checkpoint has its own")
+        """Take the data's position if it is one that holds for any number of ranks."""
+        if getattr(self.parts.dataloader, "elastic", False):
+            document[section] = self._equal(section, values)
             return
-        document[section] = self._equal(section, values)
-        if not isinstance(self.parts.dataloader, ElasticSampler):
-            self.notes.append(f"{section} is restored as all ranks had it: right if it counts the samples of all")
+        saved = len(self.merger.documents)
+        if not self.partial and section == "dataloader":
+            self.merger.problems.append(
+                f"{section}: its position among {saved} ranks is in the checkpoint, and here are {self.world}: nothing "
+                "says which samples are left. ElasticSampler deals them on any number of ranks; restore(partial=True) "
+                "leaves the position where it is, and samples may come twice or not at all"
+            )
+        self.left.add(section)
+        self.notes.append(f"{section} is not restored: it is that of one of {saved} ranks, and here are {self.world}")
 
     def _extra(self, extra: Any) -> dict[str, Json]:  # noqa: ANN401 - a mapping or an object with state_dict()
         if not isinstance(extra, MutableMapping):
