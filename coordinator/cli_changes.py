@@ -21,6 +21,7 @@ from toprope.coordinator.cli_common import (
     outcome,
 )
 from toprope.coordinator.cli_job import job_app
+from toprope.coordinator.cli_rollback import rollback
 from toprope.store.cli.shared import AsJson, JobOption, Root, only_job, print_json, print_table, put, say, table
 from toprope.store.errors import (
     NothingToVerifyError,
@@ -42,6 +43,7 @@ from toprope.store.sizes import size_text
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 app.add_typer(job_app, name="job")
+app.command()(rollback)
 
 _REASONS_SHOWN = 20
 

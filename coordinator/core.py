@@ -45,6 +45,7 @@ from toprope.coordinator.wire import (
     Kept,
 )
 from toprope.store.log.fold import JobState
+from toprope.store.log.records import NOBODY
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -255,7 +256,8 @@ class Core:
         if attempt is None:
             return []
         nodes = self.roll.all()
-        late = now_s - self._phase_since_s >= self.settings.verdict_deadline_s
+        awaited = attempt.launch_id != NOBODY
+        late = awaited and now_s - self._phase_since_s >= self.settings.verdict_deadline_s
         after = phases.advance(
             self.progress,
             phases.verdicts(nodes, attempt.uid),

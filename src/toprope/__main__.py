@@ -21,10 +21,14 @@ EXIT_INTERRUPTED = 130
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
-    """A first word of ``ckpt``: the module whose ``app`` does it, and what it is for."""
+    """A first word of ``ckpt``: the module whose ``app`` does it, and what it is for.
+
+    ``function``: the module has that in place of an ``app``, and a parser beside it; it needs only what a trainer has.
+    """
 
     module: str
     purpose: str
+    function: str = ""
 
 
 GROUPS: dict[str, dict[str, Program]] = {
@@ -53,6 +57,7 @@ GROUPS: dict[str, dict[str, Program]] = {
             module="toprope.coordinator.cli_changes", purpose="say what a checkpoint is worth, to keep the best"
         ),
         "taint": Program(module="toprope.coordinator.cli_changes", purpose="say that steps are not to be trusted"),
+        "rollback": Program(module="toprope.coordinator.cli_changes", purpose="go back to an earlier checkpoint"),
         "gc": Program(module="toprope.coordinator.cli_changes", purpose="retire what is not kept, delete what is left"),
         "job": Program(
             module="toprope.coordinator.cli_changes", purpose="set retention, accept another spec, delete a job"
@@ -63,6 +68,18 @@ GROUPS: dict[str, dict[str, Program]] = {
         "status": Program(module="toprope.coordinator.cli", purpose="say what is safe where"),
         "coordinator": Program(module="toprope.coordinator.cli", purpose="run the coordinator of a job"),
         "sidecar": Program(module="toprope.sidecar.cli", purpose="run the sidecar of a node"),
+    },
+    "Run the trainer (needs torch, no extra)": {
+        "launch": Program(
+            module="toprope.trainer_hooks.torchrun.cli",
+            purpose="run torchrun so that it restarts reliably",
+            function="launch",
+        ),
+        "rendezvous": Program(
+            module="toprope.trainer_hooks.torchrun.cli",
+            purpose="serve what torchrun's agents meet at, apart from them",
+            function="rendezvous",
+        ),
     },
     "See it work": {
         "demo": Program(module="toprope.chaos.cli", purpose="train, kill a node, go on, and compare bit for bit"),
@@ -93,7 +110,7 @@ def main(arguments: Sequence[str] | None = None, *, passed: object = None) -> in
     if program is None:
         return _without_program(word, rest)
     try:
-        return _run(word, program, rest, passed=passed)
+        return _run_plain(program, rest) if program.function else _run(word, program, rest, passed=passed)
     except KeyboardInterrupt:
         return _fail("interrupted", status=EXIT_INTERRUPTED)
     except BrokenPipeError:
@@ -115,7 +132,7 @@ def _without_program(word: str, rest: list[str]) -> int:
     shell = rest[0] if rest else os.path.basename(os.environ.get("SHELL", ""))  # noqa: PTH119 - pathlib is slow to load
     try:
         if word == "--complete":
-            modules = {name: program.module for name, program in PROGRAMS.items()}
+            modules = {name: program.module for name, program in PROGRAMS.items() if not program.function}
             purposes = {name: program.purpose for name, program in PROGRAMS.items()} | _OPTIONS
             at = int(rest[0]) if rest and rest[0].isdecimal() else 1
             print("\n".join(completion.candidates(at, rest[1:], purposes, modules)))  # noqa: T201 - for the shell
@@ -140,6 +157,15 @@ def help_text() -> str:
         "`ckpt --install-completion [bash|zsh|fish]` teaches your shell these words, --show-completion prints how."
     ]
     return "\n".join(lines)
+
+
+def _run_plain(program: Program, rest: list[str]) -> int:
+    errors = importlib.import_module("toprope.trainer_hooks.errors")
+    try:
+        status: int = getattr(importlib.import_module(program.module), program.function)(rest)
+    except errors.HookError as error:
+        return _fail(str(error), status=error.exit_status)
+    return status
 
 
 def _run(word: str, program: Program, rest: list[str], *, passed: object) -> int:

@@ -21,11 +21,11 @@ from toprope.store.errors import FencedError, UsageError
 from toprope.store.keep.retention import parse_policy
 from toprope.store.log.chain import append, read_on
 from toprope.store.log.fold import METRIC_NAME, JobState, needed_by, violation
-from toprope.store.log.records import Elected, Job, Metric, Pin, Record, Retire, Taint, Unpin
+from toprope.store.log.records import NOBODY, Attempt, Elected, Job, Metric, Pin, Record, Retire, Taint, Unpin
 from toprope.store.log.snap import newest_snap
 from toprope.store.objects.protocol import ObjectStore
 
-Change: TypeAlias = Job | Pin | Unpin | Taint | Metric | Retire
+Change: TypeAlias = Job | Pin | Unpin | Taint | Metric | Retire | Attempt
 MAX_CHANGE_BYTES = 32 * 1024
 _REASON_CHARS_MAX = 1000
 _TRIES = 5
@@ -59,7 +59,7 @@ def checked(state: JobState, change: Change) -> Change | None:
     return wanted
 
 
-def _wanted(state: JobState, change: Change) -> Change | None:
+def _wanted(state: JobState, change: Change) -> Change | None:  # noqa: PLR0911 - one line per kind of change
     match change:
         case Pin():
             _check_live(state, change.seq, "pinned")
@@ -80,6 +80,8 @@ def _wanted(state: JobState, change: Change) -> Change | None:
             return change if change.seqs else None
         case Job():
             return _checked_job(state, change)
+        case Attempt():
+            return _checked_rollback(state, change)
 
 
 def _check_live(state: JobState, seq: int, done: str) -> None:
@@ -133,6 +135,20 @@ def taints_of(
     if not taints:
         raise UsageError(f"job {state.job}: no attempt that led to where it is has step {from_step}")
     return tuple(reversed(taints))
+
+
+def _checked_rollback(state: JobState, attempt: Attempt) -> Attempt | None:
+    newest = next((seq for seq, _ in state.restorable()), None)
+    if attempt.launch_id != NOBODY or attempt.ready is None or attempt.struck:
+        raise UsageError(f"job {state.job}: an attempt is opened by its launch, or for nobody by `ckpt rollback`")
+    if attempt.ready != newest:
+        raise UsageError(f"job {state.job}: READY {attempt.ready} is not the newest that is left, which is {newest}")
+    current = state.attempt
+    if current is not None and (current.launch_id, current.ready) == (NOBODY, attempt.ready):
+        return None
+    if attempt.attempt != state.attempt_number + 1:
+        raise UsageError(f"job {state.job}: attempt {state.attempt_number} was opened meanwhile: go back again")
+    return attempt
 
 
 def _checked_job(state: JobState, job: Job) -> Job | None:

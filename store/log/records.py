@@ -15,6 +15,8 @@ from msgspec import UNSET, UnsetType
 
 FORMAT = 1
 MAX_RECORD_BYTES = 64 * 1024
+NOBODY = "00" * 16
+"""The launch id of an attempt that no launch has asked for: a rollback's, which only ends the one before it."""
 
 
 class _Record(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", forbid_unknown_fields=True):
