@@ -84,7 +84,9 @@ class Cluster:
     broker: Process | None = field(init=False, default=None)
     coordinator: Running | None = field(init=False, default=None)
     _broker_port: int = field(init=False, default_factory=free_port)
+    standby: Running | None = field(init=False, default=None)
     _coordinator_port: int = field(init=False, default_factory=free_port)
+    _standby_port: int = field(init=False, default_factory=free_port)
     _scratch: Scratch = field(init=False, default_factory=Scratch)
 
     def __post_init__(self) -> None:
@@ -109,6 +111,11 @@ class Cluster:
         return f"http://127.0.0.1:{self._coordinator_port}"
 
     @property
+    def standby_url(self) -> str:
+        """Where the second coordinator serves, if there is one."""
+        return f"http://127.0.0.1:{self._standby_port}"
+
+    @property
     def broker_port(self) -> int:
         """Where the broker serves, now or after its restart."""
         return self._broker_port
@@ -124,16 +131,25 @@ class Cluster:
 
     def start_coordinator(self, *, env: Mapping[str, str] | None = None) -> Running:
         """Start a coordinator and wait until it serves, on the same port each time."""
-        ready = self._ready_file("coordinator")
+        self.coordinator = self._start_coordinator("coordinator", self._coordinator_port, env=env or {})
+        return self.coordinator
+
+    def start_standby(self) -> Running:
+        """Start a second coordinator, which stands by; sidecars that are started later are told of both."""
+        self.standby = self._start_coordinator("standby", self._standby_port, env={})
+        return self.standby
+
+    def _start_coordinator(self, name: str, port: int, *, env: Mapping[str, str]) -> Running:
+        ready = self._ready_file(name)
         every = self.cadences
-        arguments = ["--job", self.job, "--store", self.root, "--listen", f"127.0.0.1:{self._coordinator_port}"]
+        arguments = ["--job", self.job, "--store", self.root, "--listen", f"127.0.0.1:{port}"]
         arguments += ["--broker", f"127.0.0.1:{self._broker_port}", "--ready-file", str(ready)]
         arguments += ["--every", str(every.every), "--local-every", str(every.local_every)]
         arguments += ["--object-every", str(every.object_every)]
         words = ["coordinator", *arguments, *self.coordinator_words]
-        self.coordinator = self.launch("coordinator", words, log=self.log("coordinator"), env=env or {})
-        wait_ready(self.coordinator, ready)
-        return self.coordinator
+        coordinator = self.launch(name, words, log=self.log(name), env=env)
+        wait_ready(coordinator, ready)
+        return coordinator
 
     def move_coordinator(self) -> None:
         """Let the next coordinator serve on another port: one that runs goes on where it is."""
@@ -145,7 +161,8 @@ class Cluster:
         node.memory_dir.mkdir(parents=True, exist_ok=True)
         node.local_dir.mkdir(parents=True, exist_ok=True)
         ready = self._ready_file(f"sidecar-{name}")
-        arguments = ["--job", self.job, "--node", name, "--coordinator", self.coordinator_url]
+        urls = ",".join((self.coordinator_url, *((self.standby_url,) if self.standby is not None else ())))
+        arguments = ["--job", self.job, "--node", name, "--coordinator", urls]
         broker = self.broker_detour or self._broker_port
         arguments += ["--broker", f"127.0.0.1:{broker}", "--memory-dir", str(node.memory_dir)]
         arguments += ["--local-dir", str(node.local_dir), "--store", self.root, "--socket", str(node.socket)]
@@ -166,7 +183,8 @@ class Cluster:
 
     def desired(self) -> Desired | None:
         """Return the coordinator's desired state, or None while it does not answer."""
-        return get_desired(self.coordinator_url)
+        desired = get_desired(self.coordinator_url)
+        return desired if desired is not None or self.standby is None else get_desired(self.standby_url)
 
     def describe(self) -> str:
         """Return what coordinator and nodes say of themselves now, for a message."""
@@ -191,7 +209,7 @@ class Cluster:
         if not self.memory.exists():
             return
         processes = [node.agent for node in self.nodes.values()] + [node.sidecar for node in self.nodes.values()]
-        for process in (*processes, self.coordinator, self.broker):
+        for process in (*processes, self.coordinator, self.standby, self.broker):
             if process is not None and process.status() is None:
                 process.stop()
         for node in self.nodes.values():
@@ -224,11 +242,14 @@ def running_cluster(
     nodes: tuple[str, ...] = ("a", "b"),
     cadences: Cadences | None = None,
     launch: Launch = spawn,
+    standby: bool = False,
 ) -> Iterator[Cluster]:
-    """Yield a cluster whose broker, coordinator and sidecars are up."""
+    """Yield a cluster whose broker, coordinator and sidecars are up, with a coordinator that stands by if wanted."""
     with Cluster(directory=directory, job=job, cadences=cadences or Cadences(), launch=launch) as cluster:
         cluster.start_broker()
         cluster.start_coordinator()
+        if standby:
+            cluster.start_standby()
         for name in nodes:
             cluster.start_sidecar(name)
         yield cluster

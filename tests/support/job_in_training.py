@@ -70,10 +70,16 @@ class Job:
 
 @contextmanager
 def job_in_training(
-    directory: Path, server: ForkServer, services: ForkedServices, *, steps: int, delay_s: float = 0.0
+    directory: Path,
+    server: ForkServer,
+    services: ForkedServices,
+    *,
+    steps: int,
+    delay_s: float = 0.0,
+    standby: bool = False,
 ) -> Iterator[Job]:
     cadences = Cadences(every=EVERY, local_every=EVERY, object_every=2 * EVERY)
-    with running_cluster(directory, job=JOB, cadences=cadences, launch=services) as cluster:
+    with running_cluster(directory, job=JOB, cadences=cadences, launch=services, standby=standby) as cluster:
         ranks = World(
             server=server,
             directory=directory / "ranks",
