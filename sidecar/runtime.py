@@ -18,6 +18,7 @@ from aiohttp import web
 from toprope.coordinator.serving import NoBroker, write_ready_file
 from toprope.coordinator.settings import Address, Wrap, unwrapped
 from toprope.coordinator.wire import Presence
+from toprope.sidecar.adapters.allocator import give_back_large_buffers
 from toprope.sidecar.adapters.broker import MqttBroker
 from toprope.sidecar.adapters.coordinator import HttpCoordinator
 from toprope.sidecar.adapters.files import Disk, Pages
@@ -69,6 +70,7 @@ async def run(config: SidecarConfig, wrap: Wrap = unwrapped) -> None:
         UsageError: it can't be started like this.
         RefusedError: the coordinator does not want it.
     """
+    give_back_large_buffers()
     refuse_if_owned(config.job_memory)
     check_admission(config)
     make_directory(config.job_local, what="--local-dir")
