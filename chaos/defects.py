@@ -112,7 +112,7 @@ def _waits_for_a_sidecar(before: Any) -> Any:  # noqa: ANN401 - stands in for an
 def _dawdles(before: Any) -> Any:  # noqa: ANN401 - stands in for any function
     def restore(self: Any, *arguments: Any, **named: Any) -> int:  # noqa: ANN401 - as Checkpointer.restore
         step: int = before(self, *arguments, **named)
-        time.sleep(20.0 * (step > 0))
+        time.sleep(30.0 * (step > 0))
         return step
 
     return restore

@@ -69,16 +69,22 @@ def _identical(evidence: Evidence) -> Finding:
 
 def _not_torn(evidence: Evidence) -> Finding:
     broken = list(torn_restores(evidence.events))
+    held = []
     for restart in evidence.restarts:
         begins = _begins(evidence, restart)
         steps = sorted({event.step for event in begins})
         if len(steps) > 1:
             broken.append(f"after the restart at {_at(evidence, restart)} ranks went on from steps {steps}")
+        elif steps:
+            held.append(f"after the restart at {_at(evidence, restart)} from step {steps[0]}: {_sources(begins)}")
     again = Counter(event.step for event in evidence.events if event.event == "step")
-    world = evidence.scenario.topology.world
-    return _finding(
-        broken, f"{sum(count > world for count in again.values())} steps were done again, with equal losses"
-    )
+    count = sum(times > evidence.scenario.topology.world for times in again.values())
+    return _finding(broken, f"{count} steps were done again, with equal losses", *held)
+
+
+def _sources(begins: Iterable[Event]) -> str:
+    shards = {(int(one["rank"]), str(one["tier"]), str(one["node"])) for event in begins for one in event.restored}
+    return ", ".join(f"shard {rank} from {tier} {node}".strip() for rank, tier, node in sorted(shards)) or "nothing"
 
 
 def _little_lost(evidence: Evidence) -> Finding:

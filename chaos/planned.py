@@ -87,8 +87,8 @@ class Planned:
             return self._is_in_phase()
         if isinstance(fault.at_step, int):
             return self.site.newest_step() >= fault.at_step
-        first = self.site.journal.events[0].monotonic_s if self.site.newest_step() else None
-        return first is not None and time.monotonic() - first >= (fault.at_s or 0.0)
+        begun_s = self.site.begun_s()
+        return begun_s is not None and self.site.now_s() - begun_s >= (fault.at_s or 0.0)
 
     def _is_in_phase(self) -> bool:
         """Hold the process in the phase as soon as training has come near, and say whether it is there."""

@@ -90,6 +90,11 @@ class Site:
         """Return seconds since the run began."""
         return time.monotonic() - self.began_s
 
+    def begun_s(self) -> float | None:
+        """Return when training began, in seconds since the run began; None before the first step has ended."""
+        first = self.journal.events[0].monotonic_s if self.newest_step() else None
+        return None if first is None else first - self.began_s
+
     def newest_step(self) -> int:
         """Return the newest step that a rank has ended."""
         self.journal.read()

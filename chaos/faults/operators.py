@@ -8,7 +8,7 @@ import sys
 import time
 
 from toprope.chaos.faults.injector import Base, NotFiredError
-from toprope.chaos.live.processes import Process, Running, wait_until
+from toprope.chaos.live.processes import Process, wait_until
 from toprope.chaos.live.ranks import World
 from toprope.chaos.site import state_of
 
@@ -38,16 +38,16 @@ class Roll(Base):
 
 
 class Split(Base):
-    """Pauses the coordinator, starts another in its place, and lets the first go on while that one reigns."""
+    """Pauses the coordinator until another one reigns in its place, then lets the first go on: two think they lead."""
 
     _said = ""
 
     def strike(self) -> None:
         """Pause the one and start the other."""
-        old = self.site.service("coordinator")
-        if old is None or old.status() is not None:
-            raise NotFiredError("the coordinator does not run")
-        self._old: Running = old
+        old, desired = self.site.service("coordinator"), self.site.cluster.desired()
+        if old is None or desired is None:
+            raise NotFiredError("the coordinator does not answer")
+        self._old, self._term = old, desired.term
         os.kill(old.pid, signal.SIGSTOP)
         wait_until(lambda: state_of(old.pid) == "T", what="the coordinator stands still", timeout_s=_ENDS_S)
         self._since_s = time.monotonic()
@@ -55,14 +55,22 @@ class Split(Base):
         self.site.start("coordinator")
 
     def mend(self) -> None:
-        """Let the first go on: two think that they reign."""
-        os.kill(self._old.pid, signal.SIGCONT)
-        paused_s = time.monotonic() - self._since_s
-        self._said = f"coordinator pid {self._old.pid} was in state T for {paused_s:.1f} s while another one reigned"
+        """Let the first go on, once the other one reigns."""
         self.site.left.append(self._old)
+        try:
+            wait_until(lambda: self._reign() > self._term, what="another coordinator reigns", timeout_s=_ENDS_S)
+        finally:
+            os.kill(self._old.pid, signal.SIGCONT)
+        paused_s = time.monotonic() - self._since_s
+        reign = f"term {self._reign()} began while that of term {self._term}"
+        self._said = f"{reign}, pid {self._old.pid}, was in state T for {paused_s:.1f} s"
+
+    def _reign(self) -> int:
+        desired = self.site.cluster.desired()
+        return 0 if desired is None else desired.term
 
     def witness(self) -> str:
-        """Return who was paused, and how the older one ended."""
+        """Return who was paused, and how the older one ended if it has."""
         status = self._old.status()
         return self._said and self._said + ("" if status is None else f"; it ended with status {status}")
 

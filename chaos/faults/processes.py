@@ -23,13 +23,18 @@ class _ByPid(Base):
     """A fault of one process."""
 
     pid = 0
+    _ended = ""
 
     def aim(self) -> None:
+        """Find whom it is meant for."""
         self.pid = self.site.pid(self.fault.target)
 
     def ended(self) -> str:
-        status = self.site.status(self.pid)
-        return "" if status is None else f"pid {self.pid} ended with status {status}"
+        """Return how it ended, once it has: remembered, for the next process in its place is not known by this id."""
+        status = None if self._ended else self.site.status(self.pid)
+        if status is not None:
+            self._ended = f"pid {self.pid} ended with status {status}"
+        return self._ended
 
 
 class Signal(_ByPid):
