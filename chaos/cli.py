@@ -11,7 +11,7 @@ import msgspec
 import typer
 from rich.console import Console
 
-from toprope.chaos import cli_scenarios
+from toprope.chaos import cli_matrix, cli_reports, cli_scenarios
 from toprope.chaos import demo as the_demo
 from toprope.chaos.live.processes import LiveError, ending_well
 from toprope.chaos.progress import Progress
@@ -25,6 +25,8 @@ app.add_typer(chaos, name="chaos")
 chaos.command("run")(cli_scenarios.run_scenario)
 chaos.command("list")(cli_scenarios.list_scenarios)
 chaos.command()(cli_scenarios.soak)
+chaos.command()(cli_matrix.matrix)
+chaos.command()(cli_reports.report)
 _STEPS_MIN = 12
 
 

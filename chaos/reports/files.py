@@ -42,11 +42,14 @@ def write_reports(
     verdict: Verdict, *, json: Path | None = None, junit_xml: Path | None = None, html: Path | None = None
 ) -> None:
     """Write the reports that are asked for, each to its file; a directory that is missing is made."""
-    for path, body in (
-        (json, lambda: as_json(verdict)),
-        (junit_xml, lambda: junit(verdict)),
-        (html, lambda: page(verdict).encode()),
-    ):
-        if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(body())
+    if json is not None:
+        _write(json, as_json(verdict))
+    if junit_xml is not None:
+        _write(junit_xml, junit(verdict))
+    if html is not None:
+        _write(html, page(verdict).encode())
+
+
+def _write(path: Path, body: bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(body)

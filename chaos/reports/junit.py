@@ -33,7 +33,8 @@ def junit(verdict: Verdict) -> bytes:
     suites = ET.Element("testsuites")
     suites.append(suite)
     ET.indent(suites)
-    return ET.tostring(suites, encoding="utf-8", xml_declaration=True) + b"\n"
+    text: bytes = ET.tostring(suites, encoding="utf-8", xml_declaration=True)
+    return text + b"\n"
 
 
 def _properties(suite: ET.Element, verdict: Verdict) -> None:

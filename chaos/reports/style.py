@@ -22,7 +22,8 @@ h2 { margin: 0 0 .75rem; font-size: 1.2rem; }
 h3 { margin: 1.25rem 0 .5rem; font-size: 1rem; }
 header p { margin: .5rem 0; max-width: 46rem; }
 .kicker { color: var(--soft); font-size: .85rem; letter-spacing: .04em; }
-.verdict { border-left: .35rem solid; padding: .5rem .9rem; font-weight: 600; background: var(--card); border-radius: .25rem; }
+.verdict { border-left: .35rem solid; padding: .5rem .9rem; font-weight: 600; background: var(--card);
+  border-radius: .25rem; }
 .verdict::first-letter { text-transform: uppercase; }
 .verdict.held, .outcome.held { color: var(--good); }
 .verdict.broken, .outcome.broken { color: var(--bad); }

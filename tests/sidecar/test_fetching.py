@@ -17,7 +17,7 @@ from tests.support.scripted_trainer import image
 from toprope.coordinator.wire import Inventory, ReadBackTask, RestoreShard
 from toprope.sidecar.adapters.files import Disk, Pages
 from toprope.sidecar.effects import Stage
-from toprope.sidecar.memory import DroppedError, Memory
+from toprope.sidecar.memory import DroppedError, Memory, used_bytes
 from toprope.sidecar.object_tier import read_back
 from toprope.sidecar.parts import Parts, parts_of
 from toprope.sidecar.ports import PeerError
@@ -46,7 +46,7 @@ class FakePeers:
     async def watch(self, url: str, *, after: int) -> Inventory:
         raise PeerError(url)
 
-    def receive(self, url: str, into: memoryview, *, begin: int | None = None) -> None:
+    def receive(self, url: str, into: memoryview, *, begin: int | None = None, paced: bool = False) -> None:
         body = self._body(url)
         into[:] = body if begin is None else body[begin : begin + len(into)]
         self.received += len(into)
@@ -189,6 +189,17 @@ def test_wrong_bytes_of_a_peer_are_not_staged_and_the_next_way_is_tried(memory: 
     assert staging(memory, peers, objects, PEER, OBJECT)() == ("object", BODY)
     peers.served["http://b"] = BODY
     assert staging(memory, peers, objects, PEER, OBJECT)() == ("peer", BODY)
+
+
+def test_what_does_not_fit_is_refused_with_both_numbers_before_a_byte_is_taken(memory_dir: Path) -> None:
+    memory = Memory(memory_dir / "job", Pages(), limit_bytes=len(BODY) - 1)
+    memory.make_directories()
+    peers = FakePeers({"http://b": BODY})
+    needed = rf"{len(BODY)} bytes of memory needed; .*{len(BODY) - 1}"
+    with pytest.raises(StagingError, match=needed):
+        staging(memory, peers, stored(BODY), PEER, OBJECT)()
+    assert peers.received == 0
+    assert used_bytes(memory.root) == 0
 
 
 def test_wrong_bytes_of_the_object_store_are_not_staged(memory: Memory) -> None:
