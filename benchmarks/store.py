@@ -222,11 +222,10 @@ def our_download(root: str, path: Path) -> None:
         with mmap.mmap(file.fileno(), size) as mapped, memoryview(mapped) as view:
 
             def fill(start: int) -> bytes:
-                end = min(start + digest.CHUNK_BYTES, size)
-                view[start:end] = store.read(key, start=start, length=end - start)
+                store.read_into(key, view[start : start + digest.FILL_BYTES], start=start)
                 return b""
 
-            for _ in digest.read_ahead(fill, range(0, size, digest.CHUNK_BYTES)):
+            for _ in digest.read_ahead(fill, range(0, size, digest.FILL_BYTES)):
                 pass
 
 

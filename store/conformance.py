@@ -93,6 +93,9 @@ class ObjectStoreContract:
             store.size(_KEY)
         with pytest.raises(MissingObjectError):
             store.read(_KEY, uncached=True)
+        for length in (0, 1):
+            with pytest.raises(MissingObjectError):
+                store.read_into(_KEY, memoryview(bytearray(length)))
 
     @pytest.mark.parametrize("uncached", [False, True])
     def test_ranges_are_read_exactly(self, tmp_path: Path, *, uncached: bool) -> None:
@@ -102,6 +105,9 @@ class ObjectStoreContract:
         store.create(_KEY, body)
         for start, length in ((0, 1), (1, 4095), (4095, 2), (5000, 9000), (len(body) - 3, 3), (len(body), 0)):
             assert store.read(_KEY, start=start, length=length, uncached=uncached) == body[start : start + length]
+            into = bytearray(b"?" * (length + 2))
+            store.read_into(_KEY, memoryview(into)[1:-1], start=start)
+            assert into == b"?" + body[start : start + length] + b"?"
         assert store.read(_KEY, start=10, uncached=uncached) == body[10:]
 
     @pytest.mark.parametrize("uncached", [False, True])
@@ -112,6 +118,9 @@ class ObjectStoreContract:
         for start, length in ((0, 6), (5, 1), (3, 2**62)):
             with pytest.raises(CorruptObjectError):
                 store.read(_KEY, start=start, length=length, uncached=uncached)
+        for start, length in ((0, 6), (5, 1), (9, 9)):
+            with pytest.raises(CorruptObjectError):
+                store.read_into(_KEY, memoryview(bytearray(length)), start=start)
 
     def test_what_was_deleted_is_missing_and_can_be_created_again(self, tmp_path: Path) -> None:
         """A missing key is no error, more than a thousand go in one call, and all others stay."""

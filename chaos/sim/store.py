@@ -102,6 +102,10 @@ class SimStore:
             raise CorruptObjectError(f"{key}: ends at byte {len(body)}, expected {start + length}")
         return body[start:] if length is None else body[start : start + length]
 
+    def read_into(self, key: Key, into: memoryview, *, start: int = 0) -> None:
+        """Fill ``into`` with bytes of an object."""
+        into[:] = self.read(key, start=start, length=len(into))
+
     def size(self, key: Key) -> int:
         """Return an object's length."""
         turn()

@@ -124,6 +124,10 @@ class PlannedStore:
         self._raise(fault, key)
         return self._inner.read(key, start=start, length=length, uncached=uncached)
 
+    def read_into(self, key: Key, into: memoryview, *, start: int = 0) -> None:
+        """Fill ``into`` with bytes of an object."""
+        into[:] = self.read(key, start=start, length=len(into))
+
     def size(self, key: Key) -> int:
         """Return an object's length."""
         self._raise(self._met("size", key), key)

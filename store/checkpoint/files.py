@@ -31,6 +31,12 @@ class _Piece:
         body = store.read(self.key, start=frame.packed_begin, length=frame.packed_end - frame.packed_begin)
         return codec.unpack_frame(body, size=frame.end - frame.begin, name=self.key)[self.begin : self.end]
 
+    def read_into(self, store: ObjectStore, into: memoryview) -> None:
+        if self.frame is None:
+            store.read_into(self.key, into, start=self.begin)
+        else:
+            into[:] = self.read(store)
+
 
 class FileReader:
     """Reads a file by ranges of its own bytes, whatever it is packed with.
@@ -50,11 +56,11 @@ class FileReader:
             return self._stored(begin, end)
         return b"".join(piece.read(self._store) for piece in self.pieces(begin, end))
 
-    def pieces(self, begin: int, end: int) -> Iterator[_Piece]:
-        """Yield how bytes ``begin`` to ``end`` are read, in order, some at a time."""
+    def pieces(self, begin: int, end: int, *, at_once: int = digest.CHUNK_BYTES) -> Iterator[_Piece]:
+        """Yield how bytes ``begin`` to ``end`` are read, in order, ``at_once`` of them or a frame at a time."""
         if self._file.packed is None:
-            for start in range(begin, end, digest.CHUNK_BYTES):
-                yield _Piece(self._key, start, min(start + digest.CHUNK_BYTES, end))
+            for start in range(begin, end, at_once):
+                yield _Piece(self._key, start, min(start + at_once, end))
             return
         if not self._frames:
             self._frames = codec.frames_of(
@@ -88,23 +94,27 @@ def image_chunks(store: ObjectStore, index: Index) -> Iterator[bytes]:
 
     Only with the digest that the index gives are they known to be those that were written. Raises as a ``FileReader``.
     """
-    yield from _read_all(store, index, lambda _, piece: piece.read(store))
+    yield from _read_all(store, index, lambda _, piece: piece.read(store), at_once=digest.CHUNK_BYTES)
 
 
 def fill_from_image(store: ObjectStore, index: Index, into: memoryview) -> None:
     """Fill ``into``, which is as long as a rank's image, with it; raises as a ``FileReader`` does."""
 
     def fill(at: int, piece: _Piece) -> bytes:
-        into[at : at + piece.end - piece.begin] = piece.read(store)
+        piece.read_into(store, into[at : at + piece.end - piece.begin])
         return b""
 
-    deque(_read_all(store, index, fill), maxlen=0)
+    deque(_read_all(store, index, fill, at_once=digest.FILL_BYTES), maxlen=0)
 
 
-def _read_all(store: ObjectStore, index: Index, read: Callable[[int, _Piece], bytes]) -> Iterator[bytes]:
+def _read_all(
+    store: ObjectStore, index: Index, read: Callable[[int, _Piece], bytes], *, at_once: int
+) -> Iterator[bytes]:
     """Yield what ``read`` returns of each piece of an image, given its place there; what is small takes no threads."""
     readers = [FileReader(store, file) for file in index.files]
-    pieces = [piece for number, begin, end in _runs(index) for piece in readers[number].pieces(begin, end)]
+    pieces = [
+        piece for number, begin, end in _runs(index) for piece in readers[number].pieces(begin, end, at_once=at_once)
+    ]
     begins = itertools.accumulate((piece.end - piece.begin for piece in pieces), initial=0)
     placed = list(zip(begins, pieces, strict=False))
     if index.bytes <= digest.CHUNK_BYTES:

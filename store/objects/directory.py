@@ -74,17 +74,25 @@ class DirectoryStore:
             if uncached:
                 os.fsync(directory)
             with _opened(name, directory) as file:
-                size = _regular_size(file, key)
-                wanted = max(0, size - start) if length is None else length
-                if length is None:
-                    check_whole(key, wanted)
-                if start + wanted > size and wanted:
-                    raise CorruptObjectError(f"{key}: ends at byte {size}, expected at least {start + wanted}")
+                wanted = _wanted(file, key, start, length)
                 read = _read_direct if uncached and _set_direct(file) else _read_buffered
                 body = read(file, start, wanted)
         if len(body) != wanted:
-            raise CorruptObjectError(f"{key}: ends at byte {start + len(body)}, expected at least {start + wanted}")
+            raise _ends_at(key, start + len(body), start + wanted)
         return body
+
+    def read_into(self, key: Key, into: memoryview, *, start: int = 0) -> None:
+        """Fill ``into`` with bytes of an object."""
+        *parents, name = key_parts(key)
+        with (
+            self._translated(key),
+            self._directory(tuple(parents)) as directory,
+            _opened(name, directory) as file,
+        ):
+            wanted = _wanted(file, key, start, len(into))
+            done = _fill(file, into, start)
+        if done != wanted:
+            raise _ends_at(key, start + done, start + wanted)
 
     def size(self, key: Key) -> int:
         """Return the length of an object in bytes."""
@@ -264,13 +272,34 @@ def _unlinked_if_dead(name: str, directory: int) -> bool:
     return True
 
 
+def _wanted(file: int, key: Key, start: int, length: int | None) -> int:
+    """Return how many bytes are to be read, after a check that they are there."""
+    size = _regular_size(file, key)
+    wanted = max(0, size - start) if length is None else length
+    if length is None:
+        check_whole(key, wanted)
+    if start + wanted > size and wanted:
+        raise _ends_at(key, size, start + wanted)
+    return wanted
+
+
+def _ends_at(key: Key, end: int, wanted: int) -> CorruptObjectError:
+    return CorruptObjectError(f"{key}: ends at byte {end}, expected at least {wanted}")
+
+
 def _read_buffered(file: int, start: int, length: int) -> bytes:
-    body = bytearray(length)
-    with memoryview(body) as view:
-        done = 0
-        while done < length and (count := os.preadv(file, [view[done:]], start + done)):
-            done += count
-    return bytes(body[:done])
+    body = os.pread(file, length, start)
+    while len(body) < length and (more := os.pread(file, length - len(body), start + len(body))):
+        body += more
+    return body
+
+
+def _fill(file: int, into: memoryview, start: int) -> int:
+    """Fill ``into`` from a file, and return how many bytes of it were there."""
+    done = 0
+    while done < len(into) and (count := os.preadv(file, [into[done:]], start + done)):
+        done += count
+    return done
 
 
 def _set_direct(file: int) -> bool:

@@ -25,6 +25,11 @@ class MeteredStore:
         self._on_read(len(body))
         return body
 
+    def read_into(self, key: Key, into: memoryview, *, start: int = 0) -> None:
+        """Fill ``into`` with bytes of an object, and tell how many."""
+        self._store.read_into(key, into, start=start)
+        self._on_read(len(into))
+
     def size(self, key: Key) -> int:
         """Return the length of an object in bytes."""
         return self._store.size(key)

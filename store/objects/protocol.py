@@ -1,4 +1,4 @@
-"""The object store protocol: write-once objects under keys. Five methods, each atomic for one object."""
+"""The object store protocol: write-once objects under keys. Six methods, each atomic for one object."""
 
 from __future__ import annotations
 
@@ -33,6 +33,13 @@ class ObjectStore(Protocol):
             CorruptObjectError: it ends before ``start + length``; or no length was given, and what there is from
                 ``start`` on has more than ``MAX_WHOLE_BYTES``.
             UnavailableError: the store did not answer.
+        """
+
+    def read_into(self, key: Key, into: memoryview, *, start: int = 0) -> None:
+        """Fill ``into`` with the bytes from ``start`` on, without a copy of them. If it raises, anything may be in it.
+
+        Raises:
+            MissingObjectError, CorruptObjectError, UnavailableError: as ``read``.
         """
 
     def size(self, key: Key) -> int:

@@ -88,6 +88,10 @@ class RetryStore:
             lambda: self._store.read(key, start=start, length=length, uncached=uncached), when_silent=True
         )
 
+    def read_into(self, key: Key, into: memoryview, *, start: int = 0) -> None:
+        """Fill ``into`` with bytes of an object, from its beginning again with each try."""
+        self._back_off.call(lambda: self._store.read_into(key, into, start=start), when_silent=True)
+
     def size(self, key: Key) -> int:
         """Return the length of an object in bytes."""
         return self._back_off.call(lambda: self._store.size(key), when_silent=True)

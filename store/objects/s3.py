@@ -39,6 +39,7 @@ from toprope.store.objects.s3_errors import (
 )
 
 if TYPE_CHECKING:
+    from botocore.response import StreamingBody
     from types_boto3_s3 import S3Client
     from types_boto3_s3.type_defs import (
         CompletedPartTypeDef,
@@ -102,6 +103,13 @@ class S3Store:
         if length == 0:
             return b""
         return self._call(partial(self._get, key=key, start=start, length=length), what=key)
+
+    def read_into(self, key: Key, into: memoryview, *, start: int = 0) -> None:
+        """Fill ``into`` with bytes of an object; of which version they are is as with ``read``."""
+        if len(into):
+            self._call(partial(self._fill, key=key, into=into, start=start), what=key)
+        else:
+            self.size(key)
 
     def size(self, key: Key) -> int:
         """Return the length of an object in bytes."""
@@ -301,6 +309,18 @@ class S3Store:
     # Reading
 
     def _get(self, client: S3Client, *, key: Key, start: int, length: int | None) -> bytes:
+        with self._answered(client, key=key, start=start, length=length) as stream:
+            return stream.read()  # all of them, or it is an error of the client
+
+    def _fill(self, client: S3Client, *, key: Key, into: memoryview, start: int) -> None:
+        with self._answered(client, key=key, start=start, length=len(into)) as stream:
+            done = 0
+            while count := stream.readinto(cast("IO[bytes]", into[done : done + _PIECE_BYTES])):  # stubs know no buffer
+                done += count  # all of them, or it is an error of the client
+
+    @contextlib.contextmanager
+    def _answered(self, client: S3Client, *, key: Key, start: int, length: int | None) -> Iterator[StreamingBody]:
+        """Ask for bytes of an object, and yield what gives them, once they are known to be those."""
         name = self._name(key)
         if start == 0 and length is None:
             answer = client.get_object(Bucket=self._bucket, Key=name)
@@ -309,7 +329,7 @@ class S3Store:
             answer = client.get_object(Bucket=self._bucket, Key=name, Range=f"bytes={start}-{last}")
         with contextlib.closing(answer["Body"]) as stream:
             self._check(key, answer, start=start, length=length)
-            return stream.read()  # all of them, or it is an error of the client
+            yield stream
 
     def _check(self, key: Key, answer: GetObjectOutputTypeDef, *, start: int, length: int | None) -> None:
         """Raise unless the bytes that are to come are the ones that were asked for."""

@@ -60,6 +60,9 @@ class FakeStore:
             raise CorruptObjectError(f"{key}: ends at byte {len(body)}, expected {start + length}")
         return body[start:] if length is None else body[start : start + length]
 
+    def read_into(self, key: Key, into: memoryview, *, start: int = 0) -> None:
+        into[:] = self.read(key, start=start, length=len(into))
+
     def size(self, key: Key) -> int:
         return len(self.read(key))
 
