@@ -16,6 +16,10 @@ from toprope.coordinator.settings import parse_address, unwrapped
 from toprope.sidecar.config import SidecarConfig, default_node, parse_domain
 from toprope.sidecar.packing import Codec
 from toprope.sidecar.runtime import run
+from toprope.sidecar.threads import parse_cpus
+from toprope.store.sizes import KIBI
+
+_MEBI = KIBI * KIBI
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
@@ -43,6 +47,16 @@ def sidecar(  # noqa: PLR0913 - one parameter for each flag
     codec: Annotated[
         str, typer.Option(help="Pack uploads: auto (if the link is slower than packing), zstd or none.")
     ] = "auto",
+    peer_bandwidth: Annotated[
+        float | None, typer.Option(min=1.0, metavar="MIB", help="MiB a second at which copies are received, at most.")
+    ] = None,
+    scrub_bandwidth: Annotated[
+        float, typer.Option(min=0.1, metavar="MIB", help="MiB a second at which copies are hashed again for damage.")
+    ] = 50.0,
+    nice: Annotated[
+        int, typer.Option(min=0, max=19, help="How nice hashing and copying are to the trainers of this node.")
+    ] = 5,
+    cpus: Annotated[str, typer.Option(help="Processors for hashing and copying, as 0-3,8. Default: all.")] = "",
     grace: Annotated[
         float, typer.Option(min=0.0, help="Seconds that it serves on after SIGTERM, until all is safe elsewhere.")
     ] = 25.0,
@@ -70,6 +84,10 @@ def sidecar(  # noqa: PLR0913 - one parameter for each flag
         ranks=ranks,
         copies=copies,
         codec=cast("Codec", codec),
+        peer_bytes_per_s=peer_bandwidth * _MEBI if peer_bandwidth is not None else None,
+        scrub_bytes_per_s=scrub_bandwidth * _MEBI,
+        nice=nice,
+        cpus=parse_cpus(cpus),
         token=read_token(token_file),
         ready_file=ready_file,
         grace_s=grace,

@@ -42,6 +42,11 @@ class SidecarConfig:
     stall_timeout_s: float = 5.0
     use_deadline_s: float = 30.0
     codec: Codec = "auto"
+    peer_bytes_per_s: float | None = None
+    """How fast copies are received from other nodes at most."""
+    scrub_bytes_per_s: float = 50e6
+    nice: int = 5
+    cpus: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
         """Check what can be checked without a look at the machine.

@@ -20,7 +20,7 @@ from toprope.sidecar.peer_book import PeerBook
 from toprope.sidecar.restore_book import RestoreBook, ways_to
 from toprope.sidecar.slot_book import FOREVER, Grantee, Needs, SlotBook
 from toprope.sidecar.tier_book import TierBook
-from toprope.sidecar.values import Identity, Shard, Way
+from toprope.sidecar.values import Identity, Lying, Shard, Way, shard_of_copy
 
 FETCH_EVERY_S = 0.3
 READING_FOR_S = 60.0
@@ -132,8 +132,7 @@ class Core:
                 self.tiers.on_local(event)
                 self._end_use(event.shard.rank, event.slot, "local")
             case on.ObjectStored():
-                self.tiers.on_object(event)
-                self._end_use(event.receipt.rank, event.slot, "object")
+                return self._on_object_stored(event)
             case on.StoreFailed():
                 return self._on_store_failed(event)
             case on.LeftoversRead():
@@ -209,6 +208,18 @@ class Core:
     def _on_dropped(self, event: on.SlotDropped) -> list[Effect]:
         shout = do.Shout(what="dropped", text=f"rank {event.rank} slot {event.slot} was dropped: {event.reason}")
         return [*self.slots.on_dropped(event), shout]
+
+    def _on_object_stored(self, event: on.ObjectStored) -> list[Effect]:
+        """Take in a receipt, unless the slot was lent again while it was read: nobody knows what was stored then."""
+        shard, record = shard_of_copy(event.receipt), self.slots.slots.get((event.receipt.rank, event.slot))
+        if record is None or record.shard != shard:
+            reason = "its slot was lent again before the upload had ended"
+            return self._on_store_failed(
+                on.StoreFailed(tier="object", shard=shard, slot=event.slot, reason=reason, damaged=True)
+            )
+        self.tiers.on_object(event)
+        record.uses.pop("object", None)
+        return []
 
     def _on_store_failed(self, event: on.StoreFailed) -> list[Effect]:
         self.tiers.on_failed(event, now_s=self.now_s)
@@ -315,7 +326,11 @@ class Core:
         """Send what is hashed to the other tiers; give up what nothing needs."""
         uid, kept = self._attempt_uid(), self._kept()
         self._offer(desired)
-        effects = self.tiers.plan(self.slots.hashed(), desired.cadence, attempt_uid=uid, now_s=self.now_s)
+        effects: list[Effect] = [
+            do.Shout(what="local-foreign", text=f"{path} is of an earlier job of this name: not used, and not deleted")
+            for path in self.tiers.hold_to(desired.job_uid)
+        ]
+        effects += self.tiers.plan(self.slots.hashed(), desired.cadence, attempt_uid=uid, now_s=self.now_s)
         effects += self.tiers.retire_local(kept=kept)
         owners = {place.owner: place.url for place in desired.placement if place.holder == self.me.node and place.url}
         if tuple(sorted(owners.items())) != self.followed:
@@ -396,6 +411,16 @@ class Core:
                 path = self.tiers.local[shard]
                 found.append((Way(kind="here", tier="local", node=self.me.node, path=path), shard.digest))
         return found
+
+    def lying(self) -> list[Lying]:
+        """Return the copies that lie in files of this node and can be read now."""
+        shards = {shard_of_copy(copy) for copy in self.books.copies() if copy.tier != "object"}
+        return [
+            Lying(way=way, shard=shard)
+            for shard in sorted(shards)
+            for way, digest in self._here(shard.attempt_uid, shard.step, shard.rank)
+            if digest == shard.digest
+        ]
 
     def locate(self, attempt_uid: str, step: int, rank: int) -> list[tuple[Way, int]]:
         """Return this node's files that hold a shard, nearest first, each with the shard's length."""

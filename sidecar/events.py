@@ -102,11 +102,15 @@ class SpareSeen:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalStored:
-    """A shard lies in the local tier, durably, under this path; ``slot`` is None for one found at start."""
+    """A shard lies in the local tier, durably, under this path.
+
+    One found at start has no ``slot``, and ``job_uid`` says of which job it is.
+    """
 
     shard: Shard
     path: str
     slot: int | None
+    job_uid: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,9 @@ from pathlib import Path
 
 from toprope.sidecar.ports import DiskPort, SyncError
 from toprope.sidecar.values import Shard
+from toprope.store.checkpoint.shard import LENGTH_BYTES, header_length, identity_of, parse_header
 from toprope.store.digest import digest, digest_of_file
+from toprope.store.errors import CorruptObjectError
 
 _DATA = re.compile(r"a\d+-s\d+-rank-\d+-of-\d+-[0-9a-f]+\.safetensors")
 _RECEIPT = re.compile(_DATA.pattern + r"\.receipt")
@@ -55,7 +57,7 @@ class LocalTier:
         try:
             return self._store(shard, image, nonce)
         except SyncError as error:
-            reason = f"{self._directory}: sync failed twice ({error.strerror}); the local tier is not used any more"
+            reason = f"{self._directory}: sync failed twice ({error.strerror}); it is left alone for a while"
             raise LocalError(reason, quarantine=True) from error
         except OSError as error:
             raise LocalError(f"{self._directory}: {error.strerror}") from error
@@ -94,8 +96,8 @@ class LocalTier:
             if name.startswith("tmp.") or (_DATA.fullmatch(name) and f"{name}.receipt" not in names):
                 self._disk.remove(self._directory / name)
 
-    def scan(self) -> Iterator[tuple[Shard, Path] | str]:
-        """Yield each copy whose receipt and digest match, and a line for each other."""
+    def scan(self) -> Iterator[tuple[Shard, Path, str] | str]:
+        """Yield each copy whose receipt and digest match, with the uid of its job, and a line for each other."""
         for receipt in sorted(self._directory.iterdir()):
             if _RECEIPT.fullmatch(receipt.name) is None:
                 continue
@@ -103,10 +105,11 @@ class LocalTier:
             try:
                 shard = _decode(receipt)
                 _check(path, shard)
-            except (OSError, ValueError) as error:
+                job_uid = _job_of(path)
+            except (OSError, ValueError, CorruptObjectError) as error:
                 yield f"{path} is not used: {error}"
             else:
-                yield shard, path
+                yield shard, path, job_uid
 
 
 def _check(path: Path, shard: Shard) -> None:
@@ -116,6 +119,15 @@ def _check(path: Path, shard: Shard) -> None:
     found = digest_of_file(path)
     if found != shard.digest:
         raise ValueError(f"its digest is {found}; its receipt says {shard.digest}")
+
+
+def _job_of(path: Path) -> str:
+    """Return the uid of the job that an image says it is of."""
+    size, name = path.stat().st_size, path.name
+    with path.open("rb") as file:
+        head = file.read(LENGTH_BYTES)
+        head += file.read(header_length(head, size=size, name=name) - LENGTH_BYTES)
+    return identity_of(parse_header(head, size=size, name=name), name=name).job_uid
 
 
 def _encode(shard: Shard) -> bytes:

@@ -11,6 +11,10 @@ SKIPS = Counter("toprope_skips_total", "Due steps without a snapshot", ["rank"],
 SHOUTS = Counter("toprope_alarms_total", "Events that cost protection, by kind", ["kind"], registry=REGISTRY)
 STORED_BYTES = Counter("toprope_stored_bytes_total", "Bytes stored, by tier", ["tier"], registry=REGISTRY)
 SERVED_BYTES = Counter("toprope_served_bytes_total", "Bytes of copies sent to peers", registry=REGISTRY)
+RECEIVED_BYTES = Counter("toprope_received_bytes_total", "Bytes of copies received from peers", registry=REGISTRY)
+SCRUBBED_BYTES = Counter(
+    "toprope_scrubbed_bytes_total", "Bytes of copies hashed again, by tier", ["tier"], registry=REGISTRY
+)
 STORE_SECONDS = Histogram("toprope_store_seconds", "Time to store one shard, by tier", ["tier"], registry=REGISTRY)
 COPIES = Gauge("toprope_copies", "Verified copies that this node holds, by tier", ["tier"], registry=REGISTRY)
 TRAINERS = Gauge("toprope_trainers", "Trainers that are connected", registry=REGISTRY)

@@ -7,11 +7,10 @@ import functools
 import logging
 import os
 from collections import defaultdict
-from collections.abc import Callable, Coroutine
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Coroutine
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar, assert_never
+from typing import Any, assert_never
 
 from toprope.coordinator.wire import OpenAnswer
 from toprope.sidecar import effects as do
@@ -29,22 +28,20 @@ from toprope.sidecar.local_tier import LocalError, LocalTier
 from toprope.sidecar.memory import DroppedError, Memory, NoRoomError
 from toprope.sidecar.object_tier import DamagedError, ObjectTier, read_back
 from toprope.sidecar.ports import CoordinatorError, PeerError, Ports
-from toprope.sidecar.pulling import WrongBytesError, pull
+from toprope.sidecar.pulling import Puller, WrongBytesError
+from toprope.sidecar.scrub import Scrub
 from toprope.sidecar.shouts import Shouts
 from toprope.sidecar.staging import Stager, StagingError
-from toprope.sidecar.values import Way
+from toprope.sidecar.threads import Threads
+from toprope.sidecar.values import Lying, Way
 from toprope.store.errors import CkptError
 from toprope.trainer_hooks.link import wire
 
 TICK_S = 0.25
 CANCEL_AGAIN_S = 0.5
 WATCH_RETRY_S = 0.5
-HASH_THREADS = 2
-BULK_THREADS = 16
 
 log = logging.getLogger("toprope.sidecar")
-A = ParamSpec("A")
-R = TypeVar("R")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -69,8 +66,8 @@ class Sidecar:
         self._tasks = tasks
         self._loop = asyncio.get_running_loop()
         self._shouts = Shouts()
-        self._hashers = ThreadPoolExecutor(HASH_THREADS, thread_name_prefix="hash")
-        self._bulk = ThreadPoolExecutor(BULK_THREADS, thread_name_prefix="bulk")
+        self._threads = Threads(nice=config.nice, cpus=config.cpus)
+        self._threads.serve_loop()
         self._followers: dict[str, tuple[str, asyncio.Task[None]]] = {}
         self._scan: asyncio.Task[None] | None = None
         self._page_turns: defaultdict[tuple[int, int], asyncio.Lock] = defaultdict(asyncio.Lock)
@@ -78,6 +75,7 @@ class Sidecar:
         self._drain_until_s: float | None = None
         ports = parts.ports
         self._objects = ObjectTier(ports.objects, config.job, codec=config.codec)
+        self._puller = Puller(parts.memory, ports)
         self._stager = Stager(memory=parts.memory, peers=ports.peers, objects=ports.objects, doubt=self._doubt)
         self.documents = Documents(
             parts.core, coordinator=ports.coordinator, broker=ports.broker, post=self.post, shouts=self._shouts
@@ -125,9 +123,9 @@ class Sidecar:
             case do.MakeSlots():
                 await self._make_slots(effect)
             case do.RemoveSlots():
-                await self._in_bulk(memory.remove_slots, effect.rank, effect.slots)
+                await self._threads.run("slots", memory.remove_slots, effect.rank, effect.slots)
             case do.RemoveSpares():
-                await self._in_bulk(memory.remove_spares, effect.rank, effect.spares)
+                await self._threads.run("slots", memory.remove_spares, effect.rank, effect.spares)
             case do.LookAtSlots():
                 await self._look(effect.rank)
             case do.GrantSlot():
@@ -135,11 +133,11 @@ class Sidecar:
                     await self._grant(effect)
             case do.EmptySlot():
                 async with self._page_turns[effect.page.rank, effect.slot]:
-                    await self._in_bulk(memory.empty, effect.slot, effect.page)
+                    await self._threads.run("slots", memory.empty, effect.slot, effect.page)
             case do.HashSlot():
                 await self._hash(effect)
             case do.DropStage():
-                await self._in_bulk(memory.drop_staged, keep=effect.keep)
+                await self._threads.run("slots", memory.drop_staged, keep=effect.keep)
             case _:
                 await self._perform_far(effect)
 
@@ -151,7 +149,7 @@ class Sidecar:
             case do.StoreObject():
                 await self._store_object(effect)
             case do.DropLocal():
-                await self._in_bulk(self._parts.local.drop, Path(effect.path))
+                await self._threads.run("disk", self._parts.local.drop, Path(effect.path))
             case do.Pull():
                 await self._pull(effect)
             case do.Stage():
@@ -165,14 +163,11 @@ class Sidecar:
             case _:
                 assert_never(effect)
 
-    async def _in_bulk(self, work: Callable[A, R], *args: A.args, **kwargs: A.kwargs) -> R:
-        return await self._loop.run_in_executor(self._bulk, functools.partial(work, *args, **kwargs))
-
     # Slots
 
     async def _make_slots(self, effect: do.MakeSlots) -> None:
         try:
-            await self._in_bulk(self._parts.memory.make_slots, effect.rank, effect.slots, effect.bytes)
+            await self._threads.run("slots", self._parts.memory.make_slots, effect.rank, effect.slots, effect.bytes)
         except (NoRoomError, OSError) as error:
             self.post(on.SlotsRefused(rank=effect.rank, reason=str(error)))
             return
@@ -180,13 +175,13 @@ class Sidecar:
         await self._look(effect.rank, made=True)
 
     async def _look(self, rank: int, *, made: bool = False) -> None:
-        sights = await self._in_bulk(self._parts.memory.look, rank)
+        sights = await self._threads.run("slots", self._parts.memory.look, rank)
         self.post(on.SlotsSeen(rank=rank, sights=sights, made=made))
 
     async def _grant(self, effect: do.GrantSlot) -> None:
         page = effect.page
         lend = functools.partial(self._parts.memory.lend, effect.slot, page, check_lock=effect.check_lock)
-        holder = await self._in_bulk(lend)
+        holder = await self._threads.run("slots", lend)
         if holder is not None:
             self.post(on.SlotHeld(rank=page.rank, slot=effect.slot, seq=page.seq, launch_id=holder))
             return
@@ -207,7 +202,7 @@ class Sidecar:
         if effect.digest:
             work = functools.partial(memory.check_slot, effect.rank, effect.slot, seq=effect.seq, digest=effect.digest)
         try:
-            shard = await self._loop.run_in_executor(self._hashers, work)
+            shard = await self._threads.run("hash", work)
         except (DroppedError, OSError) as error:
             dropped = on.SlotDropped(rank=effect.rank, slot=effect.slot, seq=effect.seq, reason=str(error))
             self.post(dropped)
@@ -226,7 +221,7 @@ class Sidecar:
         nonces = (os.urandom(8).hex(), os.urandom(8).hex())
         with metrics.STORE_SECONDS.labels(tier="local").time():
             try:
-                path = await self._in_bulk(self._parts.local.store, shard, image, nonces=nonces)
+                path = await self._threads.run("disk", self._parts.local.store, shard, image, nonces=nonces)
             except LocalError as error:
                 self.post(
                     on.StoreFailed(
@@ -248,7 +243,7 @@ class Sidecar:
         store = functools.partial(self._objects.put, shard, image, nonce=os.urandom(16).hex())
         with metrics.STORE_SECONDS.labels(tier="object").time():
             try:
-                receipt = await self._in_bulk(store)
+                receipt = await self._threads.run("store", store)
             except (CkptError, DamagedError) as error:
                 self.post(
                     on.StoreFailed(
@@ -265,7 +260,7 @@ class Sidecar:
 
     async def _read_back(self, effect: do.ReadObjectBack) -> None:
         try:
-            result = await self._in_bulk(read_back, self._parts.ports.objects, effect.task)
+            result = await self._threads.run("store", read_back, self._parts.ports.objects, effect.task)
         except CkptError as error:
             self._shouts.shout("read-back-failed", f"{effect.task.key}: {error}")
             await asyncio.sleep(WATCH_RETRY_S)
@@ -299,10 +294,9 @@ class Sidecar:
                 self.post(on.OwnerSeen(inventory=inventory))
 
     async def _pull(self, effect: do.Pull) -> None:
-        parts = self._parts
         with metrics.STORE_SECONDS.labels(tier="peer").time():
             try:
-                await self._in_bulk(pull, parts.memory, parts.ports, effect)
+                received = await self._threads.run("peers", self._puller.pull, effect)
             except WrongBytesError as error:
                 self.post(on.PullFailed(shard=effect.shard, spare=effect.spare, reason=str(error)))
                 await self._acknowledge(effect, error.found)
@@ -310,6 +304,7 @@ class Sidecar:
             except (PeerError, NoRoomError, OSError) as error:
                 self.post(on.PullFailed(shard=effect.shard, spare=effect.spare, reason=str(error)))
                 return
+        metrics.RECEIVED_BYTES.inc(received)
         metrics.STORED_BYTES.labels(tier="peer").inc(effect.shard.bytes)
         self.post(on.Pulled(shard=effect.shard, spare=effect.spare))
         await self._acknowledge(effect, effect.shard.digest)
@@ -326,7 +321,7 @@ class Sidecar:
 
     async def _stage(self, effect: do.Stage) -> None:
         try:
-            staged = await self._in_bulk(self._stager.stage, effect)
+            staged = await self._threads.run("slots", self._stager.stage, effect)
         except (StagingError, OSError) as error:
             again = isinstance(error, StagingError) and error.again
             failed = on.StageFailed(
@@ -345,7 +340,14 @@ class Sidecar:
 
     def endless(self) -> tuple[Coroutine[Any, Any, None], ...]:
         """Return the work that goes on until the end."""
-        return self.tick(), *self.documents.loops()
+        scrub = Scrub(
+            listed=self._parts.core.lying,
+            view=self._parts.memory.view,
+            doubt=self._on_damaged,
+            threads=self._threads,
+            bytes_per_s=self.config.scrub_bytes_per_s,
+        )
+        return self.tick(), scrub.run(), *self.documents.loops()
 
     def drain(self) -> None:
         """End as soon as all is safe elsewhere, or the grace is over; told twice, end now."""
@@ -390,7 +392,7 @@ class Sidecar:
         """Return what the HTTP server may ask and tell."""
         return Copies(
             locate=self._parts.core.locate,
-            view=lambda path: self._in_bulk(self._parts.memory.view, path),
+            view=lambda path: self._threads.run("slots", self._parts.memory.view, path),
             began=lambda serve, uid, step, rank: self.post(
                 on.ServeBegan(serve=serve, attempt_uid=uid, step=step, rank=rank)
             ),
@@ -405,13 +407,13 @@ class Sidecar:
     async def adopt(self) -> None:
         """Take in what an earlier life has left: slots and peer copies at once, the local tier as it is read."""
         memory = self._parts.memory
-        await self._in_bulk(functools.partial(memory.drop_staged, keep=""))
-        await self._in_bulk(self._parts.local.sweep)
+        await self._threads.run("slots", functools.partial(memory.drop_staged, keep=""))
+        await self._threads.run("disk", self._parts.local.sweep)
         for rank in memory.slot_ranks():
             await self._look(rank)
         for rank, number in memory.spares():
             try:
-                shard = await self._in_bulk(memory.check_spare, rank, number)
+                shard = await self._threads.run("slots", memory.check_spare, rank, number)
             except (DroppedError, OSError) as error:
                 log.info("peer copy of rank %d, spare %d: %s", rank, number, error)
             else:
@@ -420,12 +422,19 @@ class Sidecar:
 
     async def _scan_local(self) -> None:
         found = self._parts.local.scan()
-        while (item := await self._in_bulk(lambda: next(found, None))) is not None:
+        while (item := await self._threads.run("disk", lambda: next(found, None))) is not None:
             if isinstance(item, str):
                 self._shouts.shout("local-damaged", item)
             else:
-                self.post(on.LocalStored(shard=item[0], path=str(item[1]), slot=None))
+                shard, path, job_uid = item
+                self.post(on.LocalStored(shard=shard, path=str(path), slot=None, job_uid=job_uid))
         self.post(on.LeftoversRead())
+
+    def _on_damaged(self, lying: Lying) -> None:
+        """Take in that the scrub found a copy damaged."""
+        shard = lying.shard
+        doubted = on.CopyDoubted(attempt_uid=shard.attempt_uid, step=shard.step, rank=shard.rank, tier=lying.way.tier)
+        self.post(doubted)
 
     def _doubt(self, request: do.Stage, way: Way) -> None:
         """Learn, from a thread, that a copy of this node was found to be wrong."""
@@ -449,8 +458,7 @@ class Sidecar:
 
     def close(self) -> None:
         """End the threads; what they are at ends first."""
-        self._hashers.shutdown(wait=False, cancel_futures=True)
-        self._bulk.shutdown(wait=False, cancel_futures=True)
+        self._threads.close()
 
 
 async def _raised(error: Exception) -> None:

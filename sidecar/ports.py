@@ -78,8 +78,10 @@ class PeersPort(Protocol):
             PeerError: it can't be had.
         """
 
-    def receive(self, url: str, into: memoryview, *, begin: int | None = None) -> None:
+    def receive(self, url: str, into: memoryview, *, begin: int | None = None, paced: bool = False) -> None:
         """Receive exactly as many bytes as there is room for: all there are, or those from ``begin`` on. Blocks.
+
+        ``paced``: no faster than this node may receive copies for others.
 
         Raises:
             PeerError: they can't be had.

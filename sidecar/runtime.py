@@ -38,6 +38,7 @@ from toprope.sidecar.memory import (
     spare_files,
     used_bytes,
 )
+from toprope.sidecar.pace import Pace
 from toprope.sidecar.performer import Parts, Sidecar
 from toprope.sidecar.ports import Ports
 from toprope.sidecar.values import Identity
@@ -202,7 +203,13 @@ def _ports(
     session: aiohttp.ClientSession,
 ) -> Ports:
     coordinator = HttpCoordinator(session, urls=config.coordinators, token=config.token, current=core.coordinator_url)
-    peers = HttpPeers(session, node=config.node, token=config.token, stall_timeout_s=config.stall_timeout_s)
+    peers = HttpPeers(
+        session,
+        node=config.node,
+        token=config.token,
+        stall_timeout_s=config.stall_timeout_s,
+        pace=Pace(config.peer_bytes_per_s) if config.peer_bytes_per_s is not None else None,
+    )
     return Ports(pages=Pages(), disk=Disk(), objects=ground.store, peers=peers, coordinator=coordinator, broker=broker)
 
 

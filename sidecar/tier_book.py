@@ -12,16 +12,22 @@ from dataclasses import dataclass, field
 from toprope.coordinator.wire import Cadence, Copy
 from toprope.sidecar.effects import DropLocal, Effect, StoreLocal, StoreObject
 from toprope.sidecar.events import LocalStored, ObjectStored, StoreFailed
-from toprope.sidecar.slot_book import FOREVER, SlotRecord
+from toprope.sidecar.slot_book import SlotRecord
 from toprope.sidecar.values import Shard, SlowTier, coarseness, is_due, shard_of_copy
 
 LOCAL_STEPS_KEPT = 2
 RECEIPTS_KEPT = 8
 FIRST_RETRY_S = 1.0
 LONGEST_RETRY_S = 30.0
+QUARANTINE_S = 60.0
+LONGEST_QUARANTINE_S = 960.0
+"""How long a disk that lost writes is left alone before it is tried again: at first, and at most."""
 
 SLOW_TIERS: tuple[SlowTier, ...] = ("local", "object")
 _KEPT: dict[SlowTier, int] = {"local": LOCAL_STEPS_KEPT, "object": RECEIPTS_KEPT}
+_PATIENCE_S: dict[SlowTier, float] = {"local": 60.0, "object": 300.0}
+_LEAST_BYTES_PER_S: dict[SlowTier, float] = {"local": 20e6, "object": 1e6}
+"""A tier that takes longer for a shard than this allows hangs: it loses the copy rather than the trainer a slot."""
 
 
 @dataclass(slots=True)
@@ -33,7 +39,10 @@ class TierBook:
     flying: dict[tuple[SlowTier, int], Shard] = field(default_factory=dict)
     retry_at_s: dict[SlowTier, float] = field(default_factory=dict)
     failures: dict[SlowTier, int] = field(default_factory=dict)
+    reasons: dict[SlowTier, str] = field(default_factory=dict)
     quarantined: bool = False
+    jobs: dict[Shard, str] = field(default_factory=dict)
+    """Of local copies that an earlier life has left: the job of each, by uid."""
 
     def stored(self, tier: SlowTier) -> Iterable[Shard]:
         """Return the shards that lie in a tier."""
@@ -54,6 +63,7 @@ class TierBook:
     ) -> list[Effect]:
         """Send what is due on its way, one shard of a rank for each tier."""
         effects: list[Effect] = []
+        self.quarantined &= now_s < self.retry_at_s.get("local", 0.0)
         for tier in SLOW_TIERS:
             if now_s < self.retry_at_s.get(tier, 0.0):
                 continue
@@ -62,7 +72,8 @@ class TierBook:
             for rank in sorted({record.rank for record, _ in due}):
                 if (tier, rank) not in self.flying:
                     waiting = [pair for pair in due if pair[0].rank == rank]
-                    effects.append(self._send(tier, max(waiting, key=lambda w: _order(w[1], cadence, every))))
+                    chosen = max(waiting, key=lambda w: _order(w[1], cadence, every))
+                    effects.append(self._send(tier, chosen, now_s=now_s))
         return effects
 
     def _due(
@@ -90,9 +101,9 @@ class TierBook:
         newer = sum(other.rank == shard.rank and other > shard for other in self.stored(tier))
         return newer >= _KEPT[tier]
 
-    def _send(self, tier: SlowTier, waiting: tuple[SlotRecord, Shard]) -> Effect:
+    def _send(self, tier: SlowTier, waiting: tuple[SlotRecord, Shard], *, now_s: float) -> Effect:
         record, shard = waiting
-        record.uses[tier] = FOREVER
+        record.uses[tier] = now_s + _PATIENCE_S[tier] + shard.bytes / _LEAST_BYTES_PER_S[tier]
         self.flying[tier, record.rank] = shard
         if tier == "local":
             return StoreLocal(slot=record.number, shard=shard)
@@ -101,6 +112,8 @@ class TierBook:
     def on_local(self, event: LocalStored) -> None:
         """Take in a local copy."""
         self.local[event.shard] = event.path
+        if event.job_uid:
+            self.jobs[event.shard] = event.job_uid
         self._landed("local", event.shard)
 
     def on_object(self, event: ObjectStored) -> None:
@@ -114,11 +127,12 @@ class TierBook:
 
     def _landed(self, tier: SlowTier, shard: Shard) -> None:
         self.failures.pop(tier, None)
+        self.reasons.pop(tier, None)
         if self.flying.get((tier, shard.rank)) == shard:
             del self.flying[tier, shard.rank]
 
     def on_failed(self, event: StoreFailed, *, now_s: float) -> None:
-        """Take in a failure: the tier is tried again after a while, the local one not if its disk lost writes."""
+        """Take in a failure: the tier is tried again after a while, a disk that lost writes after a long one."""
         tier = event.tier
         if self.flying.get((tier, event.shard.rank)) == event.shard:
             del self.flying[tier, event.shard.rank]
@@ -126,8 +140,16 @@ class TierBook:
             return
         count = self.failures.get(tier, 0) + 1
         self.failures[tier] = count
-        self.retry_at_s[tier] = now_s + min(LONGEST_RETRY_S, FIRST_RETRY_S * 2 ** min(count - 1, 10))
+        self.reasons[tier] = event.reason
+        first, longest = (QUARANTINE_S, LONGEST_QUARANTINE_S) if event.quarantine else (FIRST_RETRY_S, LONGEST_RETRY_S)
+        self.retry_at_s[tier] = now_s + min(longest, first * 2 ** min(count - 1, 10))
         self.quarantined |= event.quarantine
+
+    def hold_to(self, job_uid: str) -> list[str]:
+        """Forget the local copies of other jobs, which are not ours to list or to delete; return their paths."""
+        foreign = [shard for shard in sorted(self.jobs) if self.jobs[shard] != job_uid]
+        self.jobs.clear()
+        return [self.local.pop(shard) for shard in foreign if shard in self.local]
 
     def drop_local(self, attempt_uid: str, step: int, rank: int) -> list[Effect]:
         """Delete the local copies of a shard."""

@@ -20,6 +20,7 @@ Alarm: TypeAlias = Literal[
     "dropped",
     "local-damaged",
     "local-failed",
+    "local-foreign",
     "no-room",
     "object-failed",
     "owner-away",
@@ -146,6 +147,14 @@ class Way:
     path: str = ""
     url: str = ""
     key: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lying:
+    """A copy of this node, and the file in which it lies."""
+
+    way: Way
+    shard: Shard
 
 
 def coarseness(cadence: Cadence, step: int, *, every: int) -> int:

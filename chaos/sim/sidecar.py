@@ -171,13 +171,13 @@ class SimSidecar:
             if isinstance(item, str):
                 self.world.trace.sometimes("a scan refused a local file")
                 continue
-            shard, path = item
+            shard, path, job_uid = item
             self.world.oracle.on_scanned(
                 f"disk of {self.node.name}",
                 (shard.attempt_uid, shard.step, shard.rank),
                 found=self.node.local_bytes(path.name),
             )
-            self.post(on.LocalStored(shard=shard, path=str(path), slot=None))
+            self.post(on.LocalStored(shard=shard, path=str(path), slot=None, job_uid=job_uid))
         self.post(on.LeftoversRead())
 
     async def _pause(self, at_most_s: float) -> None:

@@ -6,16 +6,18 @@ import asyncio
 import itertools
 import json
 import re
+from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from weakref import WeakValueDictionary
 
 import msgspec
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
-from toprope.coordinator.serving import authorised
+from toprope.coordinator.serving import authorised, whole_body
 from toprope.coordinator.wire import TIERS, Inventory, encode
 from toprope.sidecar import metrics
 from toprope.sidecar.parts import parts_of
@@ -25,6 +27,8 @@ from toprope.store.names import checked_id
 
 MAX_BODY_BYTES = 64 * 1024
 MAX_WAIT_S = 60.0
+LISTED_AT_ONCE = 2
+LISTED_KEPT = 16
 _CHUNK_BYTES = 1 << 20
 _LEAST_BYTES_PER_S = 20_000_000
 _COPY = r"/v1/copies/{attempt_uid:[0-9a-f]{1,64}}/{step:\d{1,15}}/{rank:\d{1,9}}"
@@ -60,10 +64,13 @@ class SidecarHttp:
         self._stall_timeout_s = stall_timeout_s
         self._use_deadline_s = use_deadline_s
         self._serves = itertools.count(1)
+        self._listed: OrderedDict[tuple[str, int, int, str], bytes] = OrderedDict()
+        self._listing = asyncio.Semaphore(LISTED_AT_ONCE)
+        self._turns: WeakValueDictionary[tuple[str, int, int, str], asyncio.Lock] = WeakValueDictionary()
 
     def application(self) -> web.Application:
         """Return the application to serve."""
-        application = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[authorised(self._token)])
+        application = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[authorised(self._token), whole_body])
         application.router.add_get("/healthz", self._healthz)
         application.router.add_get("/metrics", self._metrics)
         application.router.add_get("/v1/inventory", self._inventory)
@@ -94,13 +101,26 @@ class SidecarHttp:
             return await self._stream(request, image)
 
     async def _parts(self, request: web.Request) -> web.Response:
-        """Tell what an image consists of, all digests taken now; some of it can then be asked for by its range."""
+        """Tell what an image consists of, with all digests; some of it can then be asked for by its range.
+
+        They are taken once for each image, few at a time, however many ask.
+        """
         async with self._served(request) as image:
+            of_image = (*_place(request), request.query.get("tier", ""))
+            async with self._turns.setdefault(of_image, asyncio.Lock()):
+                body = self._listed.get(of_image)
+                if body is None:
+                    body = self._listed[of_image] = await self._list(image, name=request.path)
+        if len(self._listed) > LISTED_KEPT:
+            self._listed.popitem(last=False)
+        return web.Response(body=body, content_type="application/json")
+
+    async def _list(self, image: memoryview, *, name: str) -> bytes:
+        async with self._listing:
             try:
-                parts = await asyncio.to_thread(parts_of, image, name=request.path)
+                return msgspec.json.encode(await asyncio.to_thread(parts_of, image, name=name))
             except CorruptObjectError as error:
                 raise web.HTTPNotFound(text=f"{error}\n") from error
-        return web.Response(body=msgspec.json.encode(parts), content_type="application/json")
 
     @asynccontextmanager
     async def _served(self, request: web.Request) -> AsyncIterator[memoryview]:

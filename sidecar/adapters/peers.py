@@ -12,22 +12,34 @@ import msgspec
 
 from toprope.coordinator.serving import limited_body
 from toprope.coordinator.wire import MAX_INVENTORY_BYTES, DocumentError, Inventory, decode
+from toprope.sidecar.pace import Pace
 from toprope.sidecar.parts import MAX_PARTS_BYTES, Parts, decoded
 from toprope.sidecar.ports import PeerError, said
 
 WATCH_S = 10.0
+RESUMES = 8
 _READ_BYTES = 4 * 1024 * 1024
+_PACED_BYTES = 256 * 1024
 _LEAST_HASHED_BYTES_PER_S = 500_000_000
 
 
 class HttpPeers:
     """Speaks to other sidecars, with the job's token if there is one."""
 
-    def __init__(self, session: aiohttp.ClientSession, *, node: str, token: str, stall_timeout_s: float) -> None:
+    def __init__(
+        self,
+        session: aiohttp.ClientSession,
+        *,
+        node: str,
+        token: str,
+        stall_timeout_s: float,
+        pace: Pace | None = None,
+    ) -> None:
         self._session = session
         self._node = node
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._stall_timeout_s = stall_timeout_s
+        self._pace = pace
 
     async def watch(self, url: str, *, after: int) -> Inventory:
         """Return the inventory as soon as it is not version ``after``, or as it is after a while."""
@@ -44,13 +56,27 @@ class HttpPeers:
         except (aiohttp.ClientError, TimeoutError, OSError, DocumentError) as error:
             raise PeerError(f"{url}: {said(error)}") from error
 
-    def receive(self, url: str, into: memoryview, *, begin: int | None = None) -> None:
-        """Receive exactly as many bytes as there is room for: all there are, or those from ``begin`` on."""
-        some = {} if begin is None else {"Range": f"bytes={begin}-{begin + len(into) - 1}"}
+    def receive(self, url: str, into: memoryview, *, begin: int | None = None, paced: bool = False) -> None:
+        """Receive exactly as many bytes as there is room for: all there are, or those from ``begin`` on.
+
+        A connection that breaks is taken up again where it broke, as long as each has brought more.
+        """
+        filling = _Filling(into, self._pace if paced else None)
+        for left in reversed(range(RESUMES + 1)):
+            at = filling.at
+            try:
+                return self._receive(url, filling, begin=begin if at == 0 else (begin or 0) + at)
+            except PeerError:
+                if filling.at == at or left == 0:
+                    raise
+
+    def _receive(self, url: str, filling: _Filling, *, begin: int | None) -> None:
+        missing = len(filling.into) - filling.at
+        some = {} if begin is None else {"Range": f"bytes={begin}-{begin + missing - 1}"}
         with self._answer(url, some) as response:
-            if response.length != len(into):
-                raise PeerError(f"{urlsplit(url).netloc} has {response.length} bytes; expected {len(into)}")
-            _fill(response, into)
+            if response.length != missing:
+                raise PeerError(f"{urlsplit(url).netloc} has {response.length} bytes; expected {missing}")
+            filling.fill(response)
 
     def parts(self, url: str, *, of_bytes: int) -> Parts:
         """Return what the image of so many bytes at ``url`` consists of: a peer hashes all of it before it answers."""
@@ -101,10 +127,20 @@ class HttpPeers:
             raise PeerError(f"{url}: {said(error)}") from error
 
 
-def _fill(response: http.client.HTTPResponse, into: memoryview) -> None:
-    at = 0
-    while at < len(into):
-        count = response.readinto(into[at : at + _READ_BYTES])
-        if count == 0:
-            raise PeerError(f"the connection ended after {at} of {len(into)} bytes")
-        at += count
+class _Filling:
+    """Bytes that are being received: ``at`` of them are here."""
+
+    def __init__(self, into: memoryview, pace: Pace | None) -> None:
+        self.into = into
+        self.at = 0
+        self._pace = pace
+
+    def fill(self, response: http.client.HTTPResponse) -> None:
+        most = _READ_BYTES if self._pace is None else _PACED_BYTES
+        while self.at < len(self.into):
+            count = response.readinto(self.into[self.at : self.at + most])
+            if count == 0:
+                raise PeerError(f"the connection ended after {self.at} of {len(self.into)} bytes")
+            self.at += count
+            if self._pace is not None:
+                self._pace.take(count)

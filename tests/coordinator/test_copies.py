@@ -73,7 +73,7 @@ def test_a_step_that_one_of_two_holders_has_passed_over_is_dropped() -> None:
     give(reign, "c", 2, 0, 1)
     reign.hold(4, tiers=("memory", "peer"))
     reign.hold(6, tiers=("memory",))
-    assert reign.desired.dropped == ()
+    assert not reign.desired.dropped
     give(reign, "c", 6, 0)
     assert reign.desired.dropped == (Kept(attempt_uid=uid(reign), step=4),)
 

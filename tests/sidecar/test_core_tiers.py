@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.support.core_driver import JOB_UID, UID, Driver, shard
@@ -55,16 +57,63 @@ def test_each_tier_takes_one_shard_at_a_time_and_then_the_coarsest_that_waits() 
     assert [effect.shard.step for effect in driver.all(do.StoreObject)] == [4]
 
 
-def test_a_slot_is_in_use_until_its_write_has_completed_however_long_that_takes() -> None:
+def test_a_slot_is_in_use_until_its_write_has_completed() -> None:
     driver = training()
     for slot, step in enumerate((1, 2, 3)):
         driver.snapshot(slot, step)
     driver.on(on.LocalStored(shard=shard(1), path="/l/1", slot=0))
     driver.keep(3)
-    driver.tick(1000.0)
+    driver.tick(50.0)
     assert driver.granted() == [], "the object store still reads slot 0; slot 1 went to local meanwhile"
     driver.on(on.ObjectStored(slot=0, receipt=shard(1).copy("object")))
     assert driver.granted() == [0]
+
+
+def test_a_disk_and_a_store_that_hang_lose_their_copies_and_not_the_trainer_its_slots() -> None:
+    driver = training()
+    for slot, step in enumerate((1, 2, 3)):
+        driver.snapshot(slot, step)
+    driver.keep(3)
+    assert driver.granted() == [1]
+    record = driver.core.slots.slots[0, 0]
+    driver.tick(61.0)
+    assert ([shout.what for shout in driver.all(do.Shout)], set(record.uses)) == (["use-deadline"], {"object"})
+    driver.tick(240.0)
+    assert ([shout.what for shout in driver.all(do.Shout)], set(record.uses)) == (["use-deadline"], set())
+    driver.seal(1, 4, seq=2)
+    assert driver.granted() == [0]
+    driver.hashed(1, 4, seq=2)
+    assert not driver.all(do.StoreLocal), "what hangs is given nothing more"
+    assert not driver.all(do.StoreObject)
+    driver.on(on.ObjectStored(slot=0, receipt=shard(1).copy("object")))
+    assert driver.copies("object") == [], "its slot was written to meanwhile: nobody knows what lies there"
+    assert [effect.shard.step for effect in driver.all(do.StoreObject)] == [4], "it answers: it goes on"
+
+
+def test_a_large_shard_may_take_its_time() -> None:
+    driver = training()
+    driver.seal(0, 1)
+    driver.on(on.SlotHashed(slot=0, seq=1, shard=replace(shard(1), bytes=10**9)))
+    driver.tick(100.0)
+    assert not driver.all(do.Shout)
+    driver.tick(20.0)
+    assert [shout.text for shout in driver.all(do.Shout)] == ["rank 0 slot 0: local took too long and lost its copy"]
+
+
+def test_copies_of_an_earlier_job_of_this_name_are_told_of_and_left_alone() -> None:
+    driver = Driver()
+    for step in (7, 8, 9):
+        driver.on(on.LocalStored(shard=shard(step, attempt=9, uid="77"), path=f"/old/{step}", slot=None, job_uid="99"))
+    driver.on(on.LocalStored(shard=shard(1), path="/l/1", slot=None, job_uid=JOB_UID))
+    driver.train()
+    assert [shout.text.split()[0] for shout in driver.all(do.Shout)] == []
+    driver.want(cadence=OFTEN)
+    assert driver.copies("local") == [1]
+    for slot, step in enumerate((2, 3)):
+        driver.snapshot(slot, step)
+        driver.on(on.LocalStored(shard=shard(step), path=f"/l/{step}", slot=slot))
+    assert driver.all(do.DropLocal) == [do.DropLocal(path="/l/1")]
+    assert driver.copies("local") == [2, 3]
 
 
 def test_a_failed_upload_is_tried_again_after_a_while() -> None:
@@ -79,12 +128,29 @@ def test_a_failed_upload_is_tried_again_after_a_while() -> None:
     assert driver.all(do.StoreObject) == [], "the second wait is longer"
 
 
-def test_a_disk_that_loses_writes_is_not_used_any_more() -> None:
+def test_a_disk_that_loses_writes_is_left_alone_each_time_longer_until_it_keeps_one() -> None:
+    driver = training()
+    driver.snapshot(0, 1)
+    lost = on.StoreFailed(tier="local", shard=shard(1), slot=0, reason="sync failed twice", quarantine=True)
+    for seconds in (60.0, 120.0, 240.0):
+        driver.on(lost)
+        driver.tick(seconds - 1.0)
+        assert driver.all(do.StoreLocal) == []
+        driver.tick(1.0)
+        assert [effect.shard.step for effect in driver.all(do.StoreLocal)] == [1]
+    driver.on(on.LocalStored(shard=shard(1), path="/l/1", slot=0))
+    assert driver.copies("local") == [1]
+    driver.on(on.ObjectStored(slot=0, receipt=shard(1).copy("object")))
+    driver.snapshot(1, 2)
+    assert [effect.shard.step for effect in driver.all(do.StoreLocal)] == [2], "it is healed"
+
+
+def test_a_slot_is_not_held_for_a_disk_that_is_left_alone() -> None:
     driver = training()
     driver.snapshot(0, 1)
     driver.on(on.StoreFailed(tier="local", shard=shard(1), slot=0, reason="sync failed twice", quarantine=True))
-    driver.tick(100.0)
-    assert driver.all(do.StoreLocal) == []
+    awaited = driver.core.tiers.awaited(driver.core.slots.hashed(), OFTEN, attempt_uid=UID)
+    assert shard(1) not in awaited
 
 
 def test_a_slot_found_damaged_while_it_was_stored_is_checked() -> None:

@@ -322,7 +322,7 @@ def test_a_sweep_removes_what_a_crash_left_and_nothing_else(tmp_path: Path) -> N
     (tmp_path / "notes.txt").write_bytes(b"the user's")
     LocalTier(tmp_path, Disk()).sweep()
     assert {left.name for left in tmp_path.iterdir()} == {path.name, f"{path.name}.receipt", "notes.txt"}
-    assert list(LocalTier(tmp_path, Disk()).scan()) == [(shard, path)]
+    assert list(LocalTier(tmp_path, Disk()).scan()) == [(shard, path, "0b" * 16)]
 
 
 def test_a_scan_lists_what_receipt_and_digest_vouch_for(tmp_path: Path) -> None:
@@ -339,7 +339,7 @@ def test_a_scan_lists_what_receipt_and_digest_vouch_for(tmp_path: Path) -> None:
     receipt.write_bytes(receipt.read_bytes().replace(b'"step": 4', b'"step": 6'))
     Path(f"{without}.receipt").unlink()
     found = list(LocalTier(tmp_path, Disk()).scan())
-    assert [item for item in found if not isinstance(item, str)] == [(shard, path)]
+    assert [item for item in found if not isinstance(item, str)] == [(shard, path, "0b" * 16)]
     lines = [item for item in found if isinstance(item, str)]
     assert len(lines) == 3
     for text in ("its digest is", "it has 100 bytes", "its receipt is damaged"):

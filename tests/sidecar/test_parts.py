@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.support.scripted_trainer import image
 
+from toprope.sidecar.adapters import http
 from toprope.sidecar.adapters.http import Copies, SidecarHttp
 from toprope.sidecar.adapters.peers import HttpPeers
 from toprope.sidecar.parts import Part, Parts, decoded, parts_of, runs
@@ -41,8 +42,8 @@ async def served(
         ended=lambda _: None,
         acked=lambda *_: None,
     )
-    http = SidecarHttp(copies, inventory_after=no_inventory, token="", stall_timeout_s=5.0, use_deadline_s=5.0)
-    async with TestServer(http.application()) as server, aiohttp.ClientSession() as session:
+    sidecar = SidecarHttp(copies, inventory_after=no_inventory, token="", stall_timeout_s=5.0, use_deadline_s=5.0)
+    async with TestServer(sidecar.application()) as server, aiohttp.ClientSession() as session:
         peers = HttpPeers(session, node="a", token="", stall_timeout_s=stall_timeout_s)
         yield peers, str(server.make_url("/v1/copies/1a/1/0?tier=memory"))
 
@@ -70,6 +71,27 @@ async def test_a_sidecar_lists_the_parts_of_a_copy_and_sends_any_of_them(peer: t
     whole = bytearray(len(BODY))
     await asyncio.to_thread(peers.receive, url, memoryview(whole))
     assert whole == BODY
+
+
+async def test_an_image_is_hashed_once_for_all_who_ask_for_its_parts(
+    peer: tuple[HttpPeers, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hashed: list[str] = []
+
+    def counting(image: memoryview, *, name: str) -> Parts:
+        hashed.append(name)
+        return parts_of(image, name=name)
+
+    monkeypatch.setattr(http, "parts_of", counting)
+    peers, url = peer
+    async with asyncio.TaskGroup() as asking:
+        answers = [asking.create_task(asyncio.to_thread(peers.parts, url, of_bytes=0)) for _ in range(5)]
+    assert {answer.result() for answer in answers} == {parts_of(memoryview(BODY), name="x")}
+    assert len(hashed) == 1
+    for rank in range(http.LISTED_KEPT):
+        await asyncio.to_thread(peers.parts, url.replace("/1/0", f"/1/{rank + 1}"), of_bytes=0)
+    await asyncio.to_thread(peers.parts, url, of_bytes=0)
+    assert len(hashed) == http.LISTED_KEPT + 2, "what was asked for long ago is not remembered"
 
 
 async def test_a_range_beyond_a_copy_and_a_copy_that_is_not_there_are_errors(peer: tuple[HttpPeers, str]) -> None:

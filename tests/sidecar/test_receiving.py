@@ -16,21 +16,25 @@ from toprope.coordinator.wire import Cadence
 from toprope.sidecar import events as on
 from toprope.sidecar.adapters.peers import HttpPeers
 from toprope.sidecar.budget import Room, why_too_little
+from toprope.sidecar.pace import Pace
 from toprope.sidecar.ports import PeerError
 
 BODY = bytes(range(200))
 
 
 @contextmanager
-def answering(answer: bytes) -> Iterator[str]:
-    """Yield the url of a server that gives one connection this answer and closes it."""
+def answering(*answers: bytes, asked: list[bytes] | None = None) -> Iterator[str]:
+    """Yield the url of a server that gives each connection one of these answers and closes it."""
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def serve() -> None:
-            connection, _ = server.accept()
-            with connection:
-                connection.recv(65536)
-                connection.sendall(answer)
+            for answer in answers:
+                connection, _ = server.accept()
+                with connection:
+                    request = connection.recv(65536)
+                    connection.sendall(answer)
+                if asked is not None:
+                    asked.append(request)
 
         thread = threading.Thread(target=serve)
         thread.start()
@@ -42,22 +46,26 @@ def head(length: int, status: str = "200 OK") -> bytes:
     return f"HTTP/1.1 {status}\r\nContent-Length: {length}\r\n\r\n".encode()
 
 
+PARTIAL = "206 Partial Content"
+
+
 @pytest.mark.parametrize(
-    ("answer", "said"),
+    ("answers", "said"),
     [
-        (head(200) + BODY, ""),
-        (head(199) + BODY[:199], "has 199 bytes; expected 200"),
-        (head(201) + BODY + b"x", "has 201 bytes; expected 200"),
-        (b"HTTP/1.1 200 OK\r\n\r\n" + BODY, "has None bytes; expected 200"),
-        (head(200) + BODY[:150], "the connection ended after 150 of 200 bytes"),
-        (head(4, "404 Not Found") + b"gone", "answered 404: gone"),
+        ((head(200) + BODY,), ""),
+        ((head(199) + BODY[:199],), "has 199 bytes; expected 200"),
+        ((head(201) + BODY + b"x",), "has 201 bytes; expected 200"),
+        ((b"HTTP/1.1 200 OK\r\n\r\n" + BODY,), "has None bytes; expected 200"),
+        ((head(200) + BODY[:150], head(50, PARTIAL)), "the connection ended after 150 of 200 bytes"),
+        ((head(200) + BODY[:150], head(49, PARTIAL) + BODY[150:199]), "has 49 bytes; expected 50"),
+        ((head(4, "404 Not Found") + b"gone",), "answered 404: gone"),
     ],
 )
-async def test_only_a_whole_body_of_the_right_length_is_received(answer: bytes, said: str) -> None:
+async def test_only_a_whole_body_of_the_right_length_is_received(answers: tuple[bytes, ...], said: str) -> None:
     into = memoryview(bytearray(200))
     async with aiohttp.ClientSession() as session:
         peers = HttpPeers(session, node="a", token="", stall_timeout_s=5.0)
-        with answering(answer) as url:
+        with answering(*answers) as url:
             if said:
                 with pytest.raises(PeerError, match=said):
                     receive(peers, url, into)
@@ -66,13 +74,44 @@ async def test_only_a_whole_body_of_the_right_length_is_received(answer: bytes, 
                 assert bytes(into) == BODY
 
 
-def receive(peers: HttpPeers, url: str, into: memoryview) -> None:
+async def test_a_connection_that_breaks_is_taken_up_where_it_broke_as_long_as_each_brings_more() -> None:
+    into, asked = memoryview(bytearray(200)), list[bytes]()
+    pieces = head(200) + BODY[:150], head(50, PARTIAL) + BODY[150:180], head(20, PARTIAL) + BODY[180:]
+    async with aiohttp.ClientSession() as session:
+        peers = HttpPeers(session, node="a", token="", stall_timeout_s=5.0)
+        with answering(*pieces, asked=asked) as url:
+            receive(peers, url, into)
+    assert bytes(into) == BODY
+    assert [b"bytes=150-199" in request for request in asked] == [False, True, False]
+    assert b"bytes=180-199" in asked[2]
+
+
+def test_all_that_take_share_one_pace() -> None:
+    waited: list[float] = []
+    pace = Pace(100.0, clock=lambda: 10.0, sleep=waited.append)
+    for count in (50, 100, 25):
+        pace.take(count)
+    assert waited == [0.5, 1.5, 1.75]
+
+
+async def test_only_what_is_paced_waits() -> None:
+    async with aiohttp.ClientSession() as session:
+        taken: list[float] = []
+        pace = Pace(1000.0, clock=lambda: 0.0, sleep=taken.append)
+        peers = HttpPeers(session, node="a", token="", stall_timeout_s=5.0, pace=pace)
+        for paced, waits in ((False, []), (True, [0.2])):
+            with answering(head(200) + BODY) as url:
+                receive(peers, url, memoryview(bytearray(200)), paced=paced)
+            assert taken == waits
+
+
+def receive(peers: HttpPeers, url: str, into: memoryview, *, paced: bool = False) -> None:
     """Receive in a thread, as the sidecar does."""
     caught: list[PeerError] = []
 
     def work() -> None:
         try:
-            peers.receive(url, into)
+            peers.receive(url, into, paced=paced)
         except PeerError as error:
             caught.append(error)
 

@@ -26,13 +26,13 @@ F = TypeVar("F", bound=wire.FromSidecar)
 
 
 def image(  # noqa: PLR0913 - what an image says of itself
-    *, attempt: int, attempt_uid: str, step: int, rank: int, world: int, payload: int, job_uid: str
+    *, attempt: int, attempt_uid: str, step: int, rank: int, world: int, payload: int, job_uid: str, frozen: bytes = b""
 ) -> bytes:
-    """Return a valid shard image whose bytes depend on all of these."""
+    """Return a valid shard image whose bytes depend on all of these; ``frozen`` is a tensor of its own if it is any."""
     seed = f"{attempt_uid}/{step}/{rank}".encode()
     data = hashlib.shake_128(seed).digest(payload)
     document = json.dumps({"step": f"{step:09d}"}).encode()
-    header = {
+    header: dict[str, dict[str, object]] = {
         "__metadata__": {
             "format": "1",
             "job_uid": job_uid,
@@ -44,11 +44,15 @@ def image(  # noqa: PLR0913 - what an image says of itself
             "document": "__document__",
         },
         "model.weight": {"dtype": "F32", "shape": [payload // 4], "data_offsets": [0, payload]},
-        "__document__": {"dtype": "U8", "shape": [len(document)], "data_offsets": [payload, payload + len(document)]},
     }
+    at = payload
+    for name, tensor in (("model.frozen", frozen), ("__document__", document)):
+        if tensor:
+            header[name] = {"dtype": "U8", "shape": [len(tensor)], "data_offsets": [at, at + len(tensor)]}
+            at += len(tensor)
     head = json.dumps(header).encode()
     head = head.ljust((len(head) + 1023) // 1024 * 1024)
-    return struct.pack("<Q", len(head)) + head + data + document
+    return struct.pack("<Q", len(head)) + head + data + frozen + document
 
 
 class ScriptedTrainer:
