@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import json
 import os
@@ -16,6 +17,8 @@ from toprope.coordinator.wire import LEADER_HEADER, DocumentError, Inventory
 from toprope.store.errors import UsageError
 
 TOKEN_CHARS_MIN = 16
+BODY_S = 10.0
+"""How long a request may take to arrive: all of them are small documents."""
 _PIECE_BYTES = 1 << 16
 AUTHORISED = web.RequestKey("authorised", bool)
 """Whether a request showed the token, if there is one."""
@@ -70,6 +73,18 @@ def authorised(token: str) -> Middleware:
         return await handler(request)
 
     return check
+
+
+@web.middleware
+async def whole_body(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Read what is sent before anything is done with it; 408 for who takes longer than ``BODY_S``."""
+    if request.can_read_body:
+        try:
+            async with asyncio.timeout(BODY_S):
+                await request.read()
+        except TimeoutError as error:
+            raise web.HTTPRequestTimeout(text=f"the body was not here within {BODY_S:g} s\n") from error
+    return await handler(request)
 
 
 class NotLeadingError(Exception):

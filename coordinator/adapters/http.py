@@ -12,7 +12,7 @@ import msgspec
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 
-from toprope.coordinator.serving import AUTHORISED, authorised, led_elsewhere
+from toprope.coordinator.serving import AUTHORISED, authorised, led_elsewhere, whole_body
 from toprope.coordinator.settings import Address
 from toprope.coordinator.wire import (
     MAX_INVENTORY_BYTES,
@@ -71,7 +71,7 @@ class Service(Protocol):
 
 def application(service: Service, *, token: str) -> web.Application:
     """Return the routes, which all but ``/healthz`` ask for the token if there is one."""
-    app = web.Application(client_max_size=MAX_OPEN_BYTES, middlewares=[authorised(token), led_elsewhere])
+    app = web.Application(client_max_size=MAX_OPEN_BYTES, middlewares=[authorised(token), whole_body, led_elsewhere])
     routes = _Routes(service)
     app.add_routes(
         [
