@@ -131,6 +131,7 @@ class StoreFailed:
     """A shard could not be stored in a tier.
 
     ``damaged``: the slot's own bytes are wrong. ``quarantine``: the medium lost writes and is not to be trusted.
+    ``no_room``: it is full.
     """
 
     tier: SlowTier
@@ -139,6 +140,7 @@ class StoreFailed:
     reason: str
     damaged: bool = False
     quarantine: bool = False
+    no_room: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

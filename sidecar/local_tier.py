@@ -6,6 +6,7 @@ files, or data without a receipt, which is not listed: the next start removes bo
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 import zlib
@@ -25,12 +26,16 @@ _MAX_RECEIPT_BYTES = 64 * 1024
 
 
 class LocalError(Exception):
-    """A shard was not stored. ``damaged``: its source is wrong; ``quarantine``: the disk lost writes twice."""
+    """A shard was not stored.
 
-    def __init__(self, reason: str, *, damaged: bool = False, quarantine: bool = False) -> None:
+    ``damaged``: its source is wrong; ``quarantine``: the disk lost writes twice; ``no_room``: it is full.
+    """
+
+    def __init__(self, reason: str, *, damaged: bool = False, quarantine: bool = False, no_room: bool = False) -> None:
         super().__init__(reason)
         self.damaged = damaged
         self.quarantine = quarantine
+        self.no_room = no_room
 
 
 class LocalTier:
@@ -51,7 +56,7 @@ class LocalTier:
         except SyncError:
             return self._second_try(shard, image, nonces[1])
         except OSError as error:
-            raise LocalError(f"{self._directory}: {error.strerror}") from error
+            raise self._failed(error) from error
 
     def _second_try(self, shard: Shard, image: memoryview, nonce: str) -> Path:
         try:
@@ -60,7 +65,10 @@ class LocalTier:
             reason = f"{self._directory}: sync failed twice ({error.strerror}); it is left alone for a while"
             raise LocalError(reason, quarantine=True) from error
         except OSError as error:
-            raise LocalError(f"{self._directory}: {error.strerror}") from error
+            raise self._failed(error) from error
+
+    def _failed(self, error: OSError) -> LocalError:
+        return LocalError(f"{self._directory}: {error.strerror}", no_room=error.errno in {errno.ENOSPC, errno.EDQUOT})
 
     def _store(self, shard: Shard, image: memoryview, nonce: str) -> Path:
         name = f"a{shard.attempt}-s{shard.step}-rank-{shard.rank}-of-{shard.world}-{nonce}.safetensors"

@@ -231,6 +231,7 @@ class Sidecar:
                         reason=str(error),
                         damaged=error.damaged,
                         quarantine=error.quarantine,
+                        no_room=error.no_room,
                     )
                 )
                 return

@@ -41,6 +41,8 @@ class TierBook:
     failures: dict[SlowTier, int] = field(default_factory=dict)
     reasons: dict[SlowTier, str] = field(default_factory=dict)
     quarantined: bool = False
+    crowded: bool = False
+    """The disk had no room for the last one: of each rank only the newest copy stays, until one has landed."""
     jobs: dict[Shard, str] = field(default_factory=dict)
     """Of local copies that an earlier life has left: the job of each, by uid."""
 
@@ -112,6 +114,7 @@ class TierBook:
     def on_local(self, event: LocalStored) -> None:
         """Take in a local copy."""
         self.local[event.shard] = event.path
+        self.crowded = False
         if event.job_uid:
             self.jobs[event.shard] = event.job_uid
         self._landed("local", event.shard)
@@ -144,6 +147,7 @@ class TierBook:
         first, longest = (QUARANTINE_S, LONGEST_QUARANTINE_S) if event.quarantine else (FIRST_RETRY_S, LONGEST_RETRY_S)
         self.retry_at_s[tier] = now_s + min(longest, first * 2 ** min(count - 1, 10))
         self.quarantined |= event.quarantine
+        self.crowded |= event.no_room
 
     def hold_to(self, job_uid: str) -> list[str]:
         """Forget the local copies of other jobs, which are not ours to list or to delete; return their paths."""
@@ -159,9 +163,10 @@ class TierBook:
     def retire_local(self, *, kept: frozenset[tuple[str, int]]) -> list[Effect]:
         """Delete local copies that are neither kept nor among the newest of their rank."""
         old: list[Shard] = []
+        newest = 1 if self.crowded else LOCAL_STEPS_KEPT
         for rank in sorted({shard.rank for shard in self.local}):
             of_rank = sorted(shard for shard in self.local if shard.rank == rank)
-            old += [shard for shard in of_rank[:-LOCAL_STEPS_KEPT] if shard.of_step not in kept]
+            old += [shard for shard in of_rank[:-newest] if shard.of_step not in kept]
         return [DropLocal(path=self.local.pop(shard)) for shard in old]
 
 

@@ -353,6 +353,7 @@ class SimSidecar:
                 reason=str(error),
                 damaged=error.damaged,
                 quarantine=error.quarantine,
+                no_room=error.no_room,
             )
             self.post(failed)
         except DiedError:

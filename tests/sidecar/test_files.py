@@ -17,10 +17,13 @@ from tests.support.scripted_trainer import image
 from toprope.coordinator.wire import ReadBackTask
 from toprope.sidecar.adapters.files import Disk, Pages
 from toprope.sidecar.budget import Room, measure, needed_bytes, why_too_little
+from toprope.sidecar.effects import DropLocal
+from toprope.sidecar.events import LocalStored, StoreFailed
 from toprope.sidecar.local_tier import LocalError, LocalTier
 from toprope.sidecar.memory import DroppedError, Memory, NoRoomError, boot_id, lock_memory, used_bytes
 from toprope.sidecar.object_tier import DamagedError, ObjectTier, read_back
 from toprope.sidecar.ports import SyncError
+from toprope.sidecar.tier_book import TierBook
 from toprope.sidecar.values import Shard
 from toprope.store.errors import UsageError
 from toprope.store.objects.opening import open_store
@@ -302,7 +305,40 @@ def test_a_full_disk_is_an_error_that_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(LocalError, match="No space left") as caught:
         stored(tmp_path, RecordingDisk("write tmp", error=full))
     assert not caught.value.quarantine
+    assert caught.value.no_room
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.fault("B74")
+def test_a_local_tier_that_is_full_makes_room_by_itself_and_keeps_its_newest_step(small_tmpfs: Path) -> None:
+    tier, book = LocalTier(small_tmpfs, Disk()), TierBook()
+
+    def store(step: int) -> None:
+        body = image(attempt=1, attempt_uid=UID, step=step, rank=0, world=2, payload=200_000, job_uid="0b" * 16)
+        shard = made_shard(body, step=step)
+        try:
+            path = tier.store(shard, memoryview(body), nonces=(f"a{step}", f"b{step}"))
+        except LocalError as error:
+            failed = StoreFailed(tier="local", shard=shard, slot=0, reason=str(error), no_room=error.no_room)
+            book.on_failed(failed, now_s=0.0)
+        else:
+            book.on_local(LocalStored(shard=shard, path=str(path), slot=0))
+
+    def steps() -> list[int]:
+        return [found[0].step for found in tier.scan() if not isinstance(found, str)]
+
+    for step in (1, 2, 3):
+        store(step)
+    (small_tmpfs / "somebody's").write_bytes(bytes(os.statvfs(small_tmpfs).f_bavail * os.statvfs(small_tmpfs).f_bsize))
+    assert os.statvfs(small_tmpfs).f_bavail == 0
+    store(4)
+    assert steps() == [1, 2, 3]
+    for effect in book.retire_local(kept=frozenset()):
+        assert isinstance(effect, DropLocal)
+        tier.drop(Path(effect.path))
+    assert steps() == [3]
+    store(4)
+    assert steps() == [3, 4]
 
 
 def test_a_source_that_changed_while_it_was_written_is_not_kept(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from toprope.coordinator.wire import Cadence
 from toprope.sidecar.effects import DropLocal, StoreLocal, StoreObject
-from toprope.sidecar.events import LocalStored, ObjectStored
+from toprope.sidecar.events import LocalStored, ObjectStored, StoreFailed
 from toprope.sidecar.slot_book import SlotRecord
 from toprope.sidecar.tier_book import LOCAL_STEPS_KEPT, RECEIPTS_KEPT, TierBook
 from toprope.sidecar.values import Shard
@@ -54,3 +54,17 @@ def test_what_was_overtaken_is_awaited_no_more_so_that_its_slot_gets_free() -> N
     slots = _slots(range(1, RECEIPTS_KEPT + 4))
     _run(book, slots, rounds=40)
     assert book.awaited(slots, CADENCE, attempt_uid="aa") == frozenset()
+
+
+def test_on_a_full_disk_only_the_newest_copy_and_what_is_kept_stays_until_one_has_landed() -> None:
+    book = TierBook()
+    for step in range(1, LOCAL_STEPS_KEPT + 1):
+        book.on_local(LocalStored(shard=_shard(step), slot=0, path=f"/local/{step}"))
+    assert book.retire_local(kept=frozenset()) == []
+    failed = StoreFailed(tier="local", shard=_shard(9), slot=0, reason="No space left on device", no_room=True)
+    book.on_failed(failed, now_s=0.0)
+    assert book.retire_local(kept=frozenset({("aa", 1)})) == []
+    assert book.retire_local(kept=frozenset()) == [DropLocal(path="/local/1")]
+    for step in (9, 10):
+        book.on_local(LocalStored(shard=_shard(step), slot=0, path=f"/local/{step}"))
+    assert book.retire_local(kept=frozenset()) == [DropLocal(path="/local/2")]
