@@ -5,7 +5,7 @@ Unlike ``parallel_trainers`` they do not have to learn anything: a step moves al
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -15,10 +15,11 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 STAGES = 4
+EXPERTS = 5
 CPU = torch.device("cpu")
 
 
@@ -38,6 +39,32 @@ class Experts(nn.Module):
         super().__init__()
         self.dense = nn.Linear(WIDTH, WIDTH)
         self.expert = nn.Linear(WIDTH, WIDTH)
+
+
+class Numbered(nn.Module):
+    """A layer that all ranks share, and experts under their numbers among those of all ranks."""
+
+    def __init__(self, numbers: Iterable[int]) -> None:
+        super().__init__()
+        self.dense = nn.Linear(WIDTH, WIDTH)
+        self.experts = nn.ModuleDict({str(number): nn.Linear(WIDTH, 3) for number in numbers})
+
+
+class Stack(nn.Module):
+    """The weights of all experts in one tensor, the first dimension of which counts them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.Parameter(torch.randn(EXPERTS, WIDTH, 3))
+
+
+class Stacked(nn.Module):
+    """A layer that all ranks share, and a stack of experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = nn.Linear(WIDTH, WIDTH)
+        self.experts = Stack()
 
 
 class Normed(nn.Module):
@@ -118,9 +145,38 @@ def _expert() -> Trainer:
     model = Experts()
     torch.manual_seed(100 + distributed.get_rank())
     nn.init.normal_(model.expert.weight)
-    ignored = ["expert.weight", "expert.bias"]
+    return _ddp_but_for("expert.", model)
+
+
+def _ddp_but_for(prefix: str, model: nn.Module) -> Trainer:
+    """Return a trainer of a model of which DDP leaves some parameters alone."""
+    ignored = [name for name, _ in model.named_parameters() if name.startswith(prefix)]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)  # type: ignore[no-untyped-call]
     return _ddp(model)
+
+
+def _numbered(owner: Callable[[int, int], int]) -> Trainer:
+    """Return a trainer of the experts of which ``owner`` (of its number, and of the world) is this rank."""
+    rank, world = distributed.get_rank(), distributed.get_world_size()
+    model = Numbered(number for number in range(EXPERTS) if owner(number, world) == rank)
+    return _ddp_but_for("experts.", model)
+
+
+def _stacked() -> Trainer:
+    """Return a trainer whose experts are split by their number, and whose other layers are DDP's."""
+    model = Stacked()
+    model.experts.weights = nn.Parameter(distribute_tensor(model.experts.weights.detach(), _line(), [Shard(0)]))
+    return _ddp_but_for("experts.", model)
+
+
+def _stacked_fsdp2() -> Trainer:
+    """Return a trainer whose experts are split by their number and then within each, and all else by FSDP2."""
+    model = Stacked()
+    mesh = _mesh(("dp", "ep"))
+    model.experts.weights = nn.Parameter(distribute_tensor(model.experts.weights.detach(), mesh["ep"], [Shard(0)]))
+    fully_shard(model.experts, mesh=mesh["dp"], shard_placement_fn=lambda _: Shard(1))
+    fully_shard(model.dense, mesh=_line())
+    return _trainer({"m": model})
 
 
 def _stage_models() -> dict[str, nn.Module]:
@@ -172,6 +228,16 @@ LAYOUTS: dict[str, Callable[[], Trainer]] = {
     "tp+sp": _tp,
     "fsdp2xtp": _fsdp2_tp,
     "expert": _expert,
+    "experts": lambda: _numbered(lambda number, world: number * world // EXPERTS),
+    "experts-dealt": lambda: _numbered(lambda number, world: number % world),
+    "experts-ddp": lambda: _ddp(Numbered(range(EXPERTS))),
+    "experts-fsdp1": lambda: _fsdp1(Numbered(range(EXPERTS)), use_orig_params=True),
+    "experts-fsdp2": lambda: _fully(Numbered(range(EXPERTS)), _line()),
+    "stacked": _stacked,
+    "stackedxfsdp2": _stacked_fsdp2,
+    "stacked-ddp": lambda: _ddp(Stacked()),
+    "stacked-fsdp1": lambda: _fsdp1(Stacked(), use_orig_params=True),
+    "stacked-fsdp2": lambda: _fully(Stacked(), _line()),
     "pipeline": _pipeline,
     "pipelinexfsdp2": _pipeline_fsdp2,
     "odd-fsdp1-flat": lambda: _fsdp1(Odd()),

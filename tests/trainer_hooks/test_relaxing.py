@@ -39,6 +39,7 @@ def state(parts: dict[str, Any], name: str) -> dict[str, torch.Tensor]:
     return dict(parts["optimizer"].state[weight(parts, name)])
 
 
+@pytest.mark.fault("B30")
 @pytest.mark.parametrize("world", [1, 2], ids=["as-saved", "other-world"])
 def test_what_both_have_is_restored_and_what_only_one_has_is_left_alone_and_named(tmp_path: Path, world: int) -> None:
     before = trainer("body", "old_head", value=1.0)
@@ -47,8 +48,11 @@ def test_what_both_have_is_restored_and_what_only_one_has_is_left_alone_and_name
     untouched = {
         key: value.clone() for key, value in {"w": weight(live, "new_head"), **state(live, "new_head")}.items()
     }
-    with pytest.raises(UsageError, match=r"model\.old_head\.weight: in the checkpoint, unexpected.*partial=True"):
+    body = weight(live, "body").clone()
+    with pytest.raises(UsageError, match=r"model\.old_head\.weight: in the checkpoint, unexpected.*partial=True") as no:
         fitted(source, **live)
+    assert "model.new_head.weight: missing in the checkpoint" in str(no.value)
+    assert_same_tensor(weight(live, "body"), body)
     found = fitted(source, allowed=PARTIAL, **live)
     apply(found.loaded)
     assert_same_tensor(weight(live, "body"), weight(before, "body"))
@@ -58,6 +62,10 @@ def test_what_both_have_is_restored_and_what_only_one_has_is_left_alone_and_name
         assert_same_tensor(value, untouched[key])
     assert live["optimizer"].param_groups[0]["lr"] == 1.0
     assert found.report == Report(missing=("model.new_head.weight",), unexpected=("model.old_head.weight",))
+    assert found.report.lines() == [
+        "1 missing in the checkpoint, left as they were: model.new_head.weight",
+        "1 in the checkpoint only, not taken: model.old_head.weight",
+    ]
 
 
 def test_a_part_that_is_new_is_left_as_it_is_and_one_that_is_gone_is_not_missed(tmp_path: Path) -> None:
@@ -110,6 +118,7 @@ def test_ties_that_changed_are_refused_with_partial_too(tmp_path: Path) -> None:
         fitted(source, allowed=PARTIAL, model=tied)
 
 
+@pytest.mark.fault("B22")
 @pytest.mark.parametrize("world", [1, 2], ids=["as-saved", "other-world"])
 @pytest.mark.parametrize(
     ("there", "here"),
@@ -120,8 +129,10 @@ def test_other_dtypes_are_cast_with_the_moments_that_follow_them(
 ) -> None:
     before = trainer("a", value=1.0, dtype=there)
     source, live = saved(tmp_path, [before] * world), trainer("a", dtype=here)
+    untouched = weight(live, "a").clone()
     with pytest.raises(UsageError, match=rf"model\.a\.weight: {there} in the checkpoint, {here} here.*cast=True"):
         fitted(source, **live)
+    assert_same_tensor(weight(live, "a"), untouched)
     found = fitted(source, allowed=CAST, **live)
     apply(found.loaded)
     assert_same_tensor(weight(live, "a"), weight(before, "a").to(here))
@@ -130,6 +141,7 @@ def test_other_dtypes_are_cast_with_the_moments_that_follow_them(
     assert_same_tensor(state(live, "a")["step"], state(before, "a")["step"])
     names = ("model.a.weight", "optimizer.state.a.weight.exp_avg", "optimizer.state.a.weight.exp_avg_sq")
     assert found.report.cast == tuple(f"{name}: {there} to {here}" for name in names)
+    assert found.report.lines() == ["3 cast: " + ", ".join(found.report.cast)], "how many leaves, and which"
 
 
 def test_only_state_that_is_like_its_parameter_is_cast_with_it(tmp_path: Path) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import pairwise
+from contextlib import nullcontext
+from itertools import islice, pairwise
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from toprope.chaos.live.ranks import World
 from toprope.store.digest import digest
 from toprope.trainer_hooks.capture.names import joined, names_of, union
 from toprope.trainer_hooks.capture.state import Parts
+from toprope.trainer_hooks.elastic import ElasticSampler
 from toprope.trainer_hooks.errors import WorldMismatchError
 from toprope.trainer_hooks.image.shard import Image
 from toprope.trainer_hooks.link import wire
@@ -32,6 +34,7 @@ from toprope.trainer_hooks.restore.apply import apply
 from toprope.trainer_hooks.restore.blocks import Block, gap_in, run_of
 from toprope.trainer_hooks.restore.fitting import fit
 from toprope.trainer_hooks.restore.reader import ShardReader, Stored, Target, Whole
+from toprope.trainer_hooks.restore.relaxing import Allowed
 
 # Blocks
 
@@ -255,6 +258,8 @@ def test_a_stage_that_moves_to_another_rank_of_as_many_brings_its_schedule_along
 class Position:
     """Where a rank is in its data."""
 
+    elastic = False
+
     def __init__(self, at: int) -> None:
         self.at = at
 
@@ -265,16 +270,57 @@ class Position:
         self.at = state["at"]
 
 
-def test_a_position_in_the_data_that_all_ranks_share_is_restored_and_one_of_its_own_is_left_alone(
-    tmp_path: Path,
+@pytest.mark.parametrize("world", [2, 8, 3])
+@pytest.mark.fault("B44")
+def test_a_position_in_the_data_of_so_many_ranks_is_refused_on_others_unless_it_may_be_left(
+    tmp_path: Path, world: int
 ) -> None:
-    for places, expected, said in (((7, 7), 7, "is restored as all ranks had it"), ((7, 8), 0, "is not restored")):
+    """Also one that is the same on all ranks: so many batches of four ranks are not as many of two."""
+    source = saved(tmp_path, [{"model": linear(1.0), "dataloader": Position(7)} for _ in range(4)])
+    model, live = linear(9.0), Position(0)
+    with pytest.raises(WorldMismatchError, match=rf"among 4 ranks is in the checkpoint, and here are {world}: .*Elas"):
+        fitted(source, rank=1, world=world, model=model, dataloader=live)
+    assert (live.at, bool((model.weight == 9).all())) == (0, True)
+    found = fitted(source, rank=1, world=world, allowed=Allowed(partial=True), model=model, dataloader=live)
+    apply(found.loaded)
+    assert (live.at, bool((model.weight == 1).all())) == (0, True)
+    assert found.notes == (f"dataloader is not restored: it is that of one of 4 ranks, and here are {world}",)
+
+
+@pytest.mark.parametrize("world", [2, 8, 3])
+@pytest.mark.fault("B44")
+def test_an_elastic_position_goes_on_with_other_ranks_and_no_sample_of_the_epoch_comes_twice(
+    tmp_path: Path, world: int
+) -> None:
+    """Four ranks have trained on 40 of 240 samples, and workers have fetched more, when the number of ranks changes."""
+
+    def dealt(ranks: list[ElasticSampler], each: int) -> list[int]:
+        return [number for sampler in ranks for number in islice(sampler, each)]
+
+    before = [ElasticSampler(240, seed=5, rank=rank, world=4) for rank in range(4)]
+    trained = dealt(before, 20)
+    for sampler in before:
+        sampler.advance(10)
+    trained = [trained[rank * 20 + at] for rank in range(4) for at in range(10)]
+    source = saved(tmp_path, [{"model": linear(1.0), "dataloader": sampler} for sampler in before])
+    after = [ElasticSampler(240, seed=5, rank=rank, world=world) for rank in range(world)]
+    for rank, sampler in enumerate(after):
+        apply(fitted(source, rank=rank, world=world, model=linear(9.0), dataloader=sampler).loaded)
+    rest = dealt(after, 240)
+    assert sorted(trained + rest) == sorted(set(trained + rest))
+    assert len(rest) == 200 - 200 % world
+
+
+def test_what_says_that_it_is_elastic_is_restored_as_all_ranks_had_it_or_refused(tmp_path: Path) -> None:
+    for places, expected in (((7, 7), 7), ((7, 8), 0)):
         source = saved(tmp_path, [{"model": linear(1.0), "dataloader": Position(at)} for at in places])
         live = Position(0)
-        found = fitted(source, model=linear(9.0), dataloader=live)
-        apply(found.loaded)
+        live.elastic = True
+        with (
+            nullcontext() if expected else pytest.raises(WorldMismatchError, match=r"dataloader\.at: 7 on rank 0 and 8")
+        ):
+            apply(fitted(source, model=linear(9.0), dataloader=live).loaded)
         assert live.at == expected
-        assert said in found.notes[0]
 
 
 def test_the_spec_of_a_pipeline_is_that_of_all_its_stages_whoever_has_them() -> None:
@@ -292,19 +338,26 @@ def test_the_spec_of_a_pipeline_is_that_of_all_its_stages_whoever_has_them() -> 
 MLP = ("ddp", "ddp+zero1", "fsdp1", "fsdp2", "hsdp")
 BLOCKS = ("tp+sp", "fsdp2xtp", "blocks-ddp", "blocks-fsdp1", "blocks-fsdp2")
 STAGES = ("pipeline", "pipelinexfsdp2", "stages-dealt", "stages-ddp", "stages-fsdp2")
+EXPERTS = ("experts", "experts-dealt", "experts-ddp", "experts-fsdp1", "experts-fsdp2")
+STACKED = ("stacked", "stackedxfsdp2", "stacked-ddp", "stacked-fsdp1", "stacked-fsdp2")
 ODD = ("odd-ddp", "odd-fsdp1", "odd-fsdp2")
-SAVED = (*MLP, "fsdp1-flat", *BLOCKS[:2], *STAGES[:2], "odd-fsdp1-flat", *ODD, "normed-ddp", "expert")
+SAVED = (
+    *(*MLP, "fsdp1-flat", *BLOCKS[:2], *STAGES[:2], *EXPERTS[:1], *STACKED[:2]),
+    *("odd-fsdp1-flat", *ODD, "normed-ddp", "expert"),
+)
 INTO: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(MLP, MLP),
     **dict.fromkeys(BLOCKS[:2], BLOCKS),
     **dict.fromkeys(STAGES[:2], STAGES),
+    **dict.fromkeys(EXPERTS[:1], EXPERTS),
+    **dict.fromkeys(STACKED[:2], STACKED),
     **dict.fromkeys(ODD, ODD),
     "fsdp1-flat": ("fsdp1-flat", *MLP),
     "odd-fsdp1-flat": ("odd-fsdp1-flat", *ODD),
     "normed-ddp": ("normed-ddp", "normed-fsdp2"),
     "expert": ("expert",),
 }
-"""Experts of a rank's own have a place only where they were; nothing else is laid out flattened but what was."""
+"""Experts of one name on all ranks have a place only where they were; nothing but what was is laid out flattened."""
 
 
 @pytest.fixture(scope="module")

@@ -135,6 +135,8 @@ def reshard(  # noqa: PLR0913 - what is restored into what, and where
     plan = _Plan(parts, model, saved, names, rank, world, partial)
     result = plan.made()
     more = [] if partial else [f"{name}: in the checkpoint, unexpected here" for name in result.unexpected]
+    if more:  # and so both lists are told; else the check tells what is missing
+        more += [f"{name}: missing in the checkpoint" for name in plan.missing()]
     if saved.problems or more:
         raise misfit([*saved.problems, *more])
     return result
@@ -422,6 +424,12 @@ class _Plan:
         self.shard.forms[found.key] = form
         self.shard.extents[found.key] = Extent(found.key, found.whole.dtype, form.local, 0, 0)
         return {"$": "tensor", "name": found.key, "rank": self.rank, "device": found.device, **form.said}
+
+    def missing(self) -> Iterator[str]:
+        """Name what a rank of the trainer has of the model and no rank of the checkpoint."""
+        tied = {name for one in self.merger.documents.values() for name in one["model"]["tied"]}
+        for part in ("params", "buffers", "extra_state"):
+            yield from (f"model.{name}" for name in sorted(self.names[part] - tied - set(self._keys("model", part))))
 
     def _unexpected(self) -> Iterator[str]:
         """Name what the checkpoint has and no rank of the trainer; what this rank lacks, the check names."""
