@@ -116,9 +116,11 @@ def _fields(title: str, kind: type, fields: Iterable[tuple[str, Any]]) -> None:
 
 
 def commands() -> dict[str, TyperCommand]:
-    """Return each word of ``ckpt`` with its command."""
+    """Return each word of ``ckpt`` with its command, but for those that need no typer."""
     found = {}
     for word, program in PROGRAMS.items():
+        if program.function:
+            continue
         command = typer.main.get_command(importlib.import_module(program.module).app)
         found[word] = command.commands[word] if isinstance(command, TyperGroup) else command
     return found  # type: ignore[return-value]  # typer declares the base class of what it makes
@@ -130,6 +132,11 @@ def cli() -> None:
         _command(f"ckpt {word}", command, level=2)
         for name, below in command.commands.items() if isinstance(command, TyperGroup) else ():
             _command(f"ckpt {word} {name}", below, level=3)
+    for word, program in PROGRAMS.items():
+        if program.function:
+            parser = getattr(importlib.import_module(program.module), f"{program.function}_parser")()
+            print(f"## ckpt {word}\n")
+            print(f"```text\n{parser.format_help().strip()}\n```\n")
 
 
 def _command(name: str, command: Any, *, level: int) -> None:  # noqa: ANN401 - typer declares the base class of what it makes
@@ -208,3 +215,55 @@ def faults() -> None:
         for fault, title in known.items()
     ]
     table(("id", "fault", "covered by", "why no test covers it in full"), rows)
+
+
+# Chaos -----------------------------------------------------------------------------------------------------------
+
+
+def scenarios() -> None:
+    """Print each shipped scenario: what is done, when, and the promises that it attacks."""
+    scenario = importlib.import_module("toprope.chaos.scenario")
+    rows = []
+    for name in scenario.shipped():
+        one = scenario.load(name).scenario
+        faults = "<br>".join(f"{fault.trigger}: {fault.do} {fault.target}" for fault in one.fault)
+        rows.append((f"`{name}`", one.about, faults, ", ".join(one.attacks)))
+    table(("scenario", "what happens", "when: fault", "attacks"), rows)
+
+
+def chaos_promises() -> None:
+    """Print each promise that is judged after a run."""
+    table(("promise", "what must hold"), importlib.import_module("toprope.chaos.promises").PROMISES.items())
+
+
+def chaos_faults() -> None:
+    """Print each kind of fault."""
+    kinds = importlib.import_module("toprope.chaos.faults.kinds").KINDS
+    table(("do", "what it does"), ((f"`{name}`", _prose(kind.__doc__)) for name, kind in kinds.items()))
+
+
+def chaos_phases() -> None:
+    """Print each phase that a fault can come in."""
+    phases = importlib.import_module("toprope.chaos.phases").PHASES
+    table(("during", "of"), ((f"`{name}`", f"a {kind}") for name, (kind, _) in phases.items()))
+
+
+def chaos_defects() -> None:
+    """Print each safeguard that a run can be without."""
+    defects = importlib.import_module("toprope.chaos.defects").DEFECTS
+    rows = ((f"`{name}`", one.safeguard, one.role, one.promise) for name, one in defects.items())
+    table(("defect", "the safeguard that is left out", "of the", "must be found broken"), rows)
+
+
+def chaos_file() -> None:
+    """Print the parts of a scenario's file."""
+    scenario = importlib.import_module("toprope.chaos.scenario")
+    for kind in (
+        scenario.Scenario,
+        scenario.Fault,
+        scenario.Topology,
+        scenario.Workload,
+        scenario.Bounds,
+        scenario.Expected,
+    ):
+        _fields(kind.__name__, kind, inspect.get_annotations(kind).items())

@@ -1,0 +1,165 @@
+"""``ckpt launch`` and ``ckpt rendezvous``: for an environment that has torch and of this package only the hook."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from toprope.trainer_hooks.errors import UsageError
+from toprope.trainer_hooks.torchrun import settings
+
+EXIT_AWAY = 4
+_MODULE = "toprope.trainer_hooks.torchrun.worker"
+_FROZEN_S = 10.0
+_MEETS_S = 60.0
+_POLL_S = 0.2
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message} (`{self.prog} --help` says more)")
+
+
+def launch_parser() -> argparse.ArgumentParser:
+    """Return the parser of ``ckpt launch``."""
+    parser = _Parser(
+        prog="ckpt launch",
+        usage="ckpt launch [OPTIONS] -- torchrun TORCHRUN_OPTIONS SCRIPT [ARGUMENTS]",
+        description="Run torchrun so that it restarts reliably: with safe settings, a rendezvous that no agent takes "
+        "along, and ranks that end with their agent, are killed when they stand still, and say why they ended.",
+    )
+    parser.add_argument("--rendezvous", default="", metavar="HOST:PORT", help="where `ckpt rendezvous` serves")
+    parser.add_argument(
+        "--frozen-after",
+        type=float,
+        default=_FROZEN_S,
+        metavar="S",
+        help="seconds after which a rank that stands still is killed (default: %(default)g)",
+    )
+    parser.add_argument(
+        "--ends", default="", metavar="FILE", help="append how and why each rank ended, a JSON line each"
+    )
+    parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- torchrun ...", help="as without ckpt launch")
+    return parser
+
+
+def rendezvous_parser() -> argparse.ArgumentParser:
+    """Return the parser of ``ckpt rendezvous``."""
+    parser = _Parser(
+        prog="ckpt rendezvous",
+        description="Serve the store that torchrun's agents meet at, apart from any of them, until SIGTERM. It trusts "
+        "whoever reaches it, as torchrun's own does: listen where only the job's nodes are.",
+    )
+    parser.add_argument("--listen", default="127.0.0.1:29400", metavar="HOST:PORT", help="default: %(default)s")
+    parser.add_argument("--ready-file", type=Path, metavar="FILE", help="where to write port and pid once it serves")
+    return parser
+
+
+def launch(words: Sequence[str]) -> int:
+    """Run torchrun in this process, made safe; what it raises goes on to the caller, as from torchrun itself.
+
+    Raises:
+        UsageError: it can't be made safe; the message says what to give.
+    """
+    args = launch_parser().parse_args(words)
+    if args.frozen_after <= 0:
+        raise UsageError("--frozen-after: give more than 0 seconds")
+    command = args.command[1:] if args.command[:1] == ["--"] else args.command
+    theirs = settings.without_program(command)
+    os.environ.update(settings.ENVIRONMENT)
+    from torch.distributed import run  # noqa: PLC0415 - it takes seconds, and reads the environment
+
+    given = run.get_args_parser().parse_args(theirs)
+    if given.run_path:
+        raise UsageError("--run-path: ckpt launch starts scripts and modules; give one")
+    asked = settings.Asked(
+        nodes=given.nnodes,
+        backend=given.rdzv_backend,
+        endpoint=given.rdzv_endpoint,
+        run_id=given.rdzv_id,
+        configuration=given.rdzv_conf,
+        standalone=given.standalone,
+    )
+    safe = settings.safe_words(asked, rendezvous=args.rendezvous)
+    if safe and not _answers(given.rdzv_endpoint or args.rendezvous):
+        return _fail(given.rdzv_endpoint or args.rendezvous)
+    tail = [given.training_script, *given.training_script_args]
+    head = theirs[: len(theirs) - len(tail)]
+    program = [sys.executable, "-m", _MODULE, str(os.getpid()), str(args.frozen_after), _absolute(args.ends), "--"]
+    if not given.no_python:
+        program += [os.environ.get("PYTHON_EXEC", sys.executable), "-u", *(["-m"] if given.module else [])]
+    run.main(settings.in_care(head, program=program, tail=tail, safe=safe))
+    return 0
+
+
+def rendezvous(words: Sequence[str]) -> int:
+    """Serve until SIGTERM or SIGINT.
+
+    Raises:
+        UsageError: it can't listen there.
+    """
+    args = rendezvous_parser().parse_args(words)
+    from torch.distributed import TCPStore  # type: ignore[attr-defined] # noqa: PLC0415 - it takes seconds
+
+    ends = {signal.SIGTERM, signal.SIGINT}
+    signal.pthread_sigmask(signal.SIG_BLOCK, ends)  # before the store makes threads, which inherit it
+    host, port = _address(args.listen, what="--listen")
+    try:
+        listening = socket.create_server((host, port), reuse_port=False)
+    except OSError as error:
+        raise UsageError(f"--listen {args.listen}: {os.strerror(error.errno or 0)}; give another address") from error
+    port = listening.getsockname()[1]
+    store = TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())
+    sys.stderr.write(f"ckpt rendezvous: serves at {host}:{port}\n")
+    if args.ready_file is not None:
+        _write_ready(args.ready_file, port)
+    signal.sigwait(ends)
+    del store
+    return 0
+
+
+def _write_ready(path: Path, port: int) -> None:
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    temporary.write_text(json.dumps({"port": port, "pid": os.getpid()}))
+    temporary.rename(path)
+
+
+def _answers(endpoint: str) -> bool:
+    """Wait until something listens there; say whether it does."""
+    address = _address(endpoint, what="--rendezvous")
+    deadline_s = time.monotonic() + _MEETS_S
+    while time.monotonic() < deadline_s:
+        try:
+            socket.create_connection(address, timeout=5.0).close()
+        except OSError:
+            time.sleep(_POLL_S)
+        else:
+            return True
+    return False
+
+
+def _address(text: str, *, what: str) -> tuple[str, int]:
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdecimal() or int(port) > 65535:  # noqa: PLR2004 - the greatest port
+        raise UsageError(f"{what} {text!r} is not HOST:PORT")
+    return host.strip("[]"), int(port)
+
+
+def _absolute(path: str) -> str:
+    return os.path.abspath(path) if path else ""  # noqa: PTH100 - an empty one stays empty
+
+
+def _fail(endpoint: str) -> int:
+    sys.stderr.write(
+        f"ckpt launch: nothing has listened at {endpoint} for {_MEETS_S:.0f} s: "
+        f"start `ckpt rendezvous --listen {endpoint}` on that machine\n"
+    )
+    return EXIT_AWAY
