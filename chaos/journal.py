@@ -22,6 +22,8 @@ class Event(msgspec.Struct, frozen=True, kw_only=True):
     restored: tuple[dict[str, Any], ...] = ()
     took_s: float = 0.0
     """Of a step: how long its ``end_step`` took."""
+    queued_s: float = 0.0
+    """Of that: how long its thread was ready to run and no processor was free."""
     saved: bool = False
     """Of a step: whether a snapshot of it was taken."""
 

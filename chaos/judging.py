@@ -147,17 +147,20 @@ def _goes_on(evidence: Evidence) -> Finding:
 
 
 def _short_stall(evidence: Evidence) -> Finding:
+    """Judge how long steps were held up, but for what they waited for a processor, which others may take."""
     steps = [event for event in evidence.events if event.event == "step"]
     if not steps:
         return "not judged", ["no step was done"]
     bound = evidence.scenario.bounds.stall_s
-    longest = max(steps, key=lambda event: event.took_s)
     slow = [
-        f"rank {event.rank}: end_step({event.step}) took {event.took_s:.2f} s"
+        f"rank {event.rank}: end_step({event.step}) took {event.took_s:.2f} s, {event.queued_s:.2f} s of it in a queue"
         for event in steps
-        if event.took_s > bound
+        if event.took_s - event.queued_s > bound
     ]
-    return _finding(slow, f"the longest end_step took {longest.took_s * 1000:.0f} ms (bound: {bound * 1000:.0f} ms)")
+    longest = max(steps, key=lambda event: event.took_s - event.queued_s)
+    took_ms, queued_ms = longest.took_s * 1000, longest.queued_s * 1000
+    held = f"the longest end_step took {took_ms:.0f} ms, {queued_ms:.0f} ms of it in the queue for a processor"
+    return _finding(slow, f"{held} (bound: {bound * 1000:.0f} ms)")
 
 
 def _recovers(evidence: Evidence) -> Finding:

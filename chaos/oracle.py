@@ -8,6 +8,9 @@ import msgspec
 
 from toprope.chaos.journal import Event, Final
 
+RECOVERS_S = 3.0
+"""How long after a fault was mended a rank may still have no slot to save a step in."""
+
 
 class Judgement(msgspec.Struct, frozen=True, kw_only=True):
     """``identical`` when every rank ended in the same state, bit for bit; else what differs."""
@@ -55,6 +58,21 @@ def torn_restores(events: Iterable[Event]) -> tuple[str, ...]:
                 differ.add(event.rank)
                 found.append(f"rank {event.rank}: step {event.step} lost {event.loss!r}, and {before!r} before")
     return tuple(found)
+
+
+def step_to_become_ready(events: Iterable[Event], due: Sequence[int], *, world: int, mended_s: float) -> int:
+    """Return the newest of the ``due`` steps that must become READY; 0 if none must.
+
+    That is the last one, unless a fault was mended (at ``mended_s``) only when it ended or shortly before: then it is
+    the last of which all ranks took a snapshot.
+    """
+    lasting = {(event.step, event.rank): event for event in events if event.event == "step"}
+    last = max(due, default=0)
+    ends_s = [event.monotonic_s for (step, _), event in lasting.items() if step == last]
+    if ends_s and min(ends_s) > mended_s + RECOVERS_S:
+        return last
+    saved = [step for step in due if all((one := lasting.get((step, rank))) and one.saved for rank in range(world))]
+    return max(saved, default=0)
 
 
 def steps_lost_allowed(*, newest_due_protected: bool, every: int) -> int:

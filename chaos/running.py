@@ -21,6 +21,7 @@ from toprope.chaos.judging import judge
 from toprope.chaos.live.cluster import Cadences, Cluster
 from toprope.chaos.live.processes import LiveError, descendants
 from toprope.chaos.live.ranks import World
+from toprope.chaos.oracle import step_to_become_ready
 from toprope.chaos.permit import Permit
 from toprope.chaos.planned import Planned, Recurring
 from toprope.chaos.progress import Progress
@@ -64,9 +65,9 @@ def run(order: Order, stage: Stage, progress: Progress) -> Verdict:
     check(scenario)
     progress.say(f"{scenario.name}, seed {order.seed}: {scenario.about}")
     reference = stage.reference(order.loaded, order.job, order.seed, order.directory / "reference")
-    before = descendants(os.getpid())
     progress.say("the undisturbed run is done; starting broker, coordinator and sidecars")
     with _site(order, stage) as (site, root):
+        before = descendants(os.getpid())
         course = _Course(site, progress)
         evidence = course.run()
         orphans = (*gathering.end_orphans(before), *gathering.files_left(site))
@@ -261,15 +262,18 @@ class _Course:
                     one.mend()
 
     def _due(self) -> int:
-        """Return the last step that is due for the object store."""
-        steps = self.site.scenario.workload.steps
-        return steps - (steps - self.due_from) % self.site.scenario.topology.object_every
+        """Return the newest step that must become READY."""
+        topology, steps = self.site.scenario.topology, self.site.scenario.workload.steps
+        due = range(self.due_from + topology.object_every, steps + 1, topology.object_every)
+        mended_s = max((max(one.at_s, one.until_s) for one in self._injections()), default=0.0)
+        mended_s += self.site.began_s
+        return step_to_become_ready(self.site.journal.events, due, world=topology.world, mended_s=mended_s)
 
     def _wait_for_ready(self) -> None:
-        began_s = time.monotonic()
+        began_s, due = time.monotonic(), self._due()
         while time.monotonic() - began_s < self.site.scenario.bounds.ready_s:
             self._ask()
-            if self.ready_step >= self._due():
+            if self.ready_step >= due:
                 self._ready_after_s = time.monotonic() - began_s
                 return
             time.sleep(_POLL_S * 5)

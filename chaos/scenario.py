@@ -96,6 +96,8 @@ class Fault(_Part, frozen=True, kw_only=True):
         if self.during:
             step = f", about step {self.at_step}" if self.at_step is not None else ""
             return f"during {self.during}{step}"
+        if isinstance(self.at_step, tuple):
+            return f"after a step from {self.at_step[0]} to {self.at_step[1]}"
         if self.at_step is not None:
             return f"after step {self.at_step}"
         return f"every {self.mtbf_s:g} s on average" if self.mtbf_s is not None else f"at {self.at_s or 0.0:g} s"

@@ -19,6 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from toprope.chaos.defects import switch_off_from_env
 from toprope.chaos.trainer_points import pass_points
 from toprope.trainer_hooks import checkpointer as hook
@@ -27,6 +29,8 @@ from toprope.trainer_hooks.checkpointer import Checkpointer
 from toprope.trainer_hooks.save.ending import Closed
 from toprope.trainer_hooks.warmup import warm_up as warmed
 
+_SCHEDULED = Path("/proc/thread-self/schedstat")
+
 
 @dataclass(slots=True)
 class Watch:
@@ -34,23 +38,24 @@ class Watch:
 
     out: Path
     step_s: float = 0.0
+    fence_s: float = 0.0
+    """How long updates have waited for lazy copies so far."""
     rank: int = field(default_factory=lambda: int(os.environ.get("RANK", "0")))
-    _stream: Any = field(init=False)
     _ended_s: float = field(init=False, default=0.0)
 
     def __post_init__(self) -> None:
         self.out.mkdir(parents=True, exist_ok=True)
-        self._stream = (self.out / f"rank-{self.rank}.jsonl").open("ab", buffering=0)
 
     def write(self, event: str, **more: object) -> None:
         """Append an event to the journal, whole."""
         line = {"event": event, "rank": self.rank, "pid": os.getpid(), "monotonic_s": time.monotonic(), **more}
-        self._stream.write(json.dumps(line).encode() + b"\n")
+        with (self.out / f"rank-{self.rank}.jsonl").open("ab", buffering=0) as stream:
+            stream.write(json.dumps(line).encode() + b"\n")
 
-    def ended(self, step: int, loss: object, *, took_s: float, saved: bool) -> None:
+    def ended(self, step: int, loss: object, **more: object) -> None:
         """Note a step that has ended, and let it take as long as a step should."""
-        known = float(loss) if loss is not None else 0.0  # type: ignore[arg-type]
-        self.write("step", step=step, loss=known, took_s=took_s, saved=saved)
+        known: Any = loss.detach() if isinstance(loss, torch.Tensor) else loss
+        self.write("step", step=step, loss=0.0 if known is None else float(known), **more)
         if self.step_s:
             time.sleep(max(0.0, self._ended_s + self.step_s - time.monotonic()))
         self._ended_s = time.monotonic()
@@ -67,10 +72,23 @@ class Watch:
         self.write("end", step=step)
 
 
+def has_saved(checkpointer: Checkpointer, step: int) -> bool:
+    """Say whether a snapshot of this step was taken, or begun: a lazy one is sealed in the step after it."""
+    saver = checkpointer._saver  # noqa: SLF001 - a look from outside
+    begun = None if saver is None else saver._begun  # noqa: SLF001 - a look from outside
+    return checkpointer.stats.snapshot_step == step or (begun is not None and begun[1] == step)
+
+
+def queued_so_far_s() -> float:
+    """Return how long this thread has been ready to run and no processor was free; 0 where that is not counted."""
+    try:
+        return int(_SCHEDULED.read_text().split()[1]) / 1e9
+    except FileNotFoundError:
+        return 0.0
+
+
 def state_digests(checkpointer: Checkpointer, rank: int, world: int) -> dict[str, str]:
     """Return SHA-256 digests of what this rank would save now: of the tensors of each part, and of all else."""
-    import torch  # noqa: PLC0415 - a fork server may have loaded it long ago
-
     snapshot = capture(checkpointer._parts, rank=rank, world=world)  # noqa: SLF001 - a look from outside
     hashed = {"other": hashlib.sha256(snapshot.document)}
     for name, tensor in sorted(snapshot.tensors.items()):
@@ -92,10 +110,12 @@ def listen(watch: Watch) -> None:
         return step
 
     def end_step(self: Checkpointer, step: int, loss: object = None, **more: bool) -> None:
-        began_s = time.monotonic()
+        began_s, queued_s, fence_s = time.monotonic(), queued_so_far_s(), watch.fence_s
         ended(self, step, loss, **more)
-        saved = self.stats.snapshot_step == step
-        watch.ended(step, loss, took_s=time.monotonic() - began_s, saved=saved)
+        watch.fence_s = self.stats.fence_wait_s  # an update that waited for a lazy copy was held up by saving too
+        took_s = time.monotonic() - began_s + watch.fence_s - fence_s
+        queued_s = min(queued_so_far_s() - queued_s, took_s)
+        watch.ended(step, loss, took_s=took_s, queued_s=queued_s, saved=has_saved(self, step))
 
     def close(self: Checkpointer, *arguments: Any, **named: Any) -> Closed:  # noqa: ANN401 - passes all on
         watch.final(self)
@@ -116,7 +136,7 @@ def stand_in(watch: Watch) -> None:
 
     def end_step(self: Checkpointer, step: int, loss: object = None, **_more: bool) -> None:
         self._next_step = step + 1
-        watch.ended(step, loss, took_s=0.0, saved=False)
+        watch.ended(step, loss)
 
     def close(self: Checkpointer, *_arguments: Any, **_named: Any) -> Closed:  # noqa: ANN401 - takes all
         watch.final(self)

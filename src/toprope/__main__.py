@@ -83,7 +83,7 @@ GROUPS: dict[str, dict[str, Program]] = {
     },
     "See it work": {
         "demo": Program(module="toprope.chaos.cli", purpose="train, kill a node, go on, and compare bit for bit"),
-        "chaos": Program(module="toprope.chaos.cli", purpose="search for broken promises in a simulated world"),
+        "chaos": Program(module="toprope.chaos.cli", purpose="break things on purpose, real or simulated, and judge"),
     },
 }
 _OPTIONS = {

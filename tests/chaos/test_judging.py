@@ -156,6 +156,11 @@ def test_an_attacked_promise_that_could_not_be_judged_proves_nothing() -> None:
     assert not verdict.good
 
 
+def test_what_a_step_waited_for_a_processor_is_not_held_against_saving() -> None:
+    assert judge(evidence(events=with_event(2, took_s=1.5, queued_s=0.6))).good
+    assert judge(evidence(events=with_event(2, took_s=1.5, queued_s=0.4))).broken == ("short stall",)
+
+
 def test_bounds_are_those_of_the_scenario() -> None:
     strict = replace(SCENARIO, bounds=Bounds(stall_s=0.005, lost_steps=1, recovered_s=3.0, restarts=0))
     verdict = judge(evidence(scenario=strict))

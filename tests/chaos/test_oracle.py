@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from toprope.chaos.journal import Event, Final
-from toprope.chaos.oracle import compare, steps_lost_allowed, torn_restores
+from toprope.chaos.oracle import compare, step_to_become_ready, steps_lost_allowed, torn_restores
 
 _DIGESTS = {"weights": "aa", "optimizer": "bb", "rng": "cc", "position": "dd"}
 
@@ -17,6 +17,23 @@ def _finals(world: int = 2) -> list[Final]:
 
 def _event(event: str, step: int, *, pid: int = 1, loss: float = 0.5) -> Event:
     return Event(event=event, rank=0, pid=pid, monotonic_s=0.0, step=step, loss=loss)
+
+
+def saved(step: int, *ranks: int, world: int = 2, at_s: float = 0.0) -> list[Event]:
+    """A step of all ranks, of which these took a snapshot."""
+    return [
+        Event(event="step", rank=rank, pid=rank, monotonic_s=at_s or float(step), step=step, saved=rank in ranks)
+        for rank in range(world)
+    ]
+
+
+def test_the_last_due_step_must_become_ready_once_all_is_mended() -> None:
+    events = saved(8, 0, 1) + saved(16)
+    assert step_to_become_ready(events, (8, 16), world=2, mended_s=2.0) == 16, "whether or not it was saved"
+    assert step_to_become_ready(events, (8, 16), world=2, mended_s=14.0) == 8, "there may have been no slot yet"
+    assert step_to_become_ready(saved(8, 1), (8, 16), world=2, mended_s=14.0) == 0
+    again = saved(16, at_s=5.0) + saved(16, 0, 1)
+    assert step_to_become_ready(again, (8, 16), world=2, mended_s=15.0) == 16, "its last doing counts"
 
 
 def test_equal_runs_are_identical() -> None:
