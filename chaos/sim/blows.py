@@ -16,6 +16,8 @@ from toprope.store.log.chain import read_log
 from toprope.store.names import Key, log_key
 
 _OUTAGE_S = 8.0
+_BROWNOUT_S = 2.5
+"""Shorter than from one due step to the next: one that is newer would be uploaded in place of the one that failed."""
 _PAUSE_S = 90.0
 
 
@@ -273,7 +275,7 @@ def store_says(kind: StoreFault) -> Callable[[Scene], str]:
             return kind
 
         store._drawn = drawn  # type: ignore[method-assign]  # noqa: SLF001 - the store of one history
-        scene.for_s = _OUTAGE_S
+        scene.for_s = _BROWNOUT_S
         scene.undo.append(lambda: store.__dict__.pop("_drawn", None))
         return f"calls of the store meet: {kind}"
 
@@ -377,6 +379,6 @@ def lose_machines(world: World) -> None:
 
 def _lose(world: World, *, with_disks: bool) -> None:
     for node in world.nodes:
+        disk = node.disk
         world.cut_power(node)
-        if with_disks:
-            node.disk = node._new_disk()  # noqa: SLF001 - as a machine that is replaced has
+        node.disk = node._new_disk() if with_disks else disk  # noqa: SLF001 - as a machine that is replaced has

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import os
+import random
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -17,6 +19,13 @@ def batch(step: int, *, rank: int, seed: int) -> tuple[torch.Tensor, torch.Tenso
     numbers = torch.Generator().manual_seed(1_000_003 * seed + 1009 * step + rank)
     inputs = torch.randn(16, 8, generator=numbers)
     return inputs, inputs.sum(dim=1, keepdim=True).sin()
+
+
+def seed_all(seed: int) -> None:
+    """Seed every stream that is kept: of one that is not seeded, no two runs end with the same state."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed)  # noqa: NPY002 - the global stream
 
 
 def average_gradients(model: nn.Module, world: int) -> None:
@@ -37,7 +46,7 @@ def main() -> None:
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     if world > 1:
         dist.init_process_group("gloo")
-    torch.manual_seed(options.seed)
+    seed_all(options.seed)
     model = nn.Sequential(nn.Linear(8, 32), nn.Dropout(0.1), nn.Tanh(), nn.Linear(32, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 

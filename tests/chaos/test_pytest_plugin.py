@@ -164,6 +164,21 @@ def test_a_verdict_passes_or_fails_a_test_readably_and_leaves_its_reports(tmp_pa
     assert ("kill-node detected_after_s", "0.25") in properties
 
 
+@pytest.mark.slow
+def test_the_workflow_to_copy_is_one_and_keeps_what_the_plugin_writes() -> None:
+    workflow = SAMPLE / ".github" / "workflows" / "chaos.yml"
+    command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.github-workflows"]
+    done = subprocess.run([*command, str(workflow)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    text = workflow.read_text()
+    for line in (
+        "CKPT_CHAOS: chaos",
+        "run: pytest --chaos --chaos-reports chaos-reports --junitxml chaos-reports/pytest.xml",
+        "path: chaos-reports/",
+    ):
+        assert text.count(line) == 1
+
+
 @pytest.mark.long
 @pytest.mark.timeout(900)
 async def test_the_sample_project_breaks_its_own_trainer_and_it_survives(
