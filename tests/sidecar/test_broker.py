@@ -19,13 +19,12 @@ from toprope.chaos.live.broker import start_broker
 from toprope.chaos.live.processes import Process, free_port
 from toprope.coordinator.wire import MAX_INVENTORY_BYTES, Desired, Inventory, Presence, decode, encode
 
-NODE = "toprope/job/nodes/a"
-
 
 class Watcher:
     """A client that collects what is published under the job's topics."""
 
-    def __init__(self, port: int) -> None:
+    def __init__(self, port: int, *, job: str = "job") -> None:
+        self.node = f"toprope/{job}/nodes/a"
         self.heard: queue.Queue[tuple[str, bytes]] = queue.Queue()
         subscribed = threading.Event()
         self.client = paho.Client(CallbackAPIVersion.VERSION2)
@@ -33,14 +32,14 @@ class Watcher:
         self.client.on_subscribe = lambda *_: subscribed.set()
         self.client.connect("127.0.0.1", port)
         self.client.loop_start()
-        self.client.subscribe("toprope/job/#", qos=1)
+        self.client.subscribe(f"toprope/{job}/#", qos=1)
         assert subscribed.wait(10.0)
 
     def presence(self, *, alive: bool) -> Presence:
         """Return the next presence that says so."""
         while True:
             topic, body = self.heard.get(timeout=20.0)
-            if topic == f"{NODE}/presence":
+            if topic == f"{self.node}/presence":
                 presence = decode(body, Presence, limit=MAX_INVENTORY_BYTES)
                 if presence.alive is alive:
                     return presence
@@ -49,7 +48,7 @@ class Watcher:
         """Return the next inventory that lists a memory copy of a step."""
         while True:
             topic, body = self.heard.get(timeout=20.0)
-            if topic == f"{NODE}/inventory":
+            if topic == f"{self.node}/inventory":
                 inventory = decode(body, Inventory, limit=MAX_INVENTORY_BYTES)
                 if any((copy.step, copy.tier) == (step, "memory") for copy in inventory.copies):
                     return inventory
@@ -60,8 +59,8 @@ class Watcher:
 
 
 @contextmanager
-def watching(port: int) -> Iterator[Watcher]:
-    watcher = Watcher(port)
+def watching(port: int, *, job: str = "job") -> Iterator[Watcher]:
+    watcher = Watcher(port, job=job)
     try:
         yield watcher
     finally:
