@@ -191,6 +191,14 @@ MUTANTS: tuple[Mutant, ...] = (
         narrow={**SMALL, "faults": ("two coordinators", "pause coordinator", "kill rank")},
     ),
     Mutant(
+        name="takeover",
+        safeguard="one that stands by claims a term when the leader gives no sign of life",
+        invariant="I15",
+        seed=3,
+        patches={("toprope.coordinator.election", "Election.reason"): s.patient},
+        narrow={**PAIR, "faults": ("kill coordinator", "kill rank"), "coordinators": 2},
+    ),
+    Mutant(
         name="dead-attempt",
         safeguard="READY only for the current attempt and past the last step",
         invariant="I18",

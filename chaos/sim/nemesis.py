@@ -119,9 +119,11 @@ def _read(world: World, rng: random.Random) -> None:
 
 def _change(world: World, rng: random.Random) -> None:
     """Let a person change the job; who goes back ends the launch too."""
-    make = rng.choice((people.pin, people.retire, people.taint, people.roll_back(world.oracle.state.attempt_number)))
-    people.Command(world, world.next_number(), make).start()
-    if make not in {people.pin, people.retire, people.taint} and world.launch is not None:
+    attempt = world.oracle.state.attempt_number
+    back = (people.roll_back(attempt), people.go_back(attempt))
+    makes = rng.choice(((people.pin,), (people.retire,), (people.taint,), back))
+    people.Command(world, world.next_number(), *makes).start()
+    if makes == back and world.launch is not None:
         world.loop.outside(rng.uniform(3.0, 9.0), rng.choice(world.launch.ranks).process.kill)
 
 

@@ -59,6 +59,7 @@ class Oracle:
         self._facts: dict[str, AttemptFacts] = {}
         self.over = False
         self._floor: tuple[str, int] | None = None
+        self._flipped = False
         self._protected: tuple[str, int] = ("", 0)
         self._lost_since: tuple[str, int] | None = None
         self._lost_at_s = -_NOTICED_S
@@ -208,6 +209,10 @@ class Oracle:
         struck = {*state.struck, *((one.attempt_uid, one.step) for one in record.struck)}
         if record.struck:
             self._trace.sometimes("a source was struck off")
+            if not (self._flipped or self._store.corrupt):
+                place = record.struck[0]
+                text = f"step {place.step} is struck off although nothing was ever damaged: {place.why}"
+                self.fail("I14", text, step=place.step)
         for _, ready in state.restorable():
             if record.from_step < ready.step and (ready.attempt_uid, ready.step) not in struck:
                 text = f"attempt {record.attempt} begins at step {record.from_step} and passes over READY {ready.step}"
@@ -370,7 +375,7 @@ class Oracle:
 
     def on_flip(self) -> None:
         """Take in that some copy was damaged."""
-        self._floor = None
+        self._floor, self._flipped = None, True
 
     def on_claim(self, where: str, snapshot: Snapshot, *, said: str, found: bytes | None, spoiled: bool) -> None:
         """Take in that somebody says that a copy is there, verified, with this digest."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import secrets
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING
@@ -20,6 +21,7 @@ from toprope.store.checkpoint.ready import read_index, read_manifest
 from toprope.store.errors import CkptError, MissingObjectError, UsageError
 from toprope.store.keep.changes import Change, ChangeAnswer, ChangeRequest, append_in_passing, checked
 from toprope.store.keep.holds import holding_choice
+from toprope.store.keep.rollback import opened_for_nobody, plan_rollback
 from toprope.store.log.chain import read_on
 from toprope.store.log.fold import JobState
 from toprope.store.log.records import Pin, Retire, Taint, Unpin
@@ -107,30 +109,35 @@ class Reader:
 
 
 class Command:
-    """One command that changes the job; ``make`` draws the change from the log as it finds it."""
+    """One command that changes the job; each of ``makes`` draws a change from the log as it finds it."""
 
-    def __init__(self, world: World, number: int, make: Callable[[JobState], Change | None]) -> None:
+    def __init__(self, world: World, number: int, *makes: Callable[[JobState], Change | None]) -> None:
         self.process = Process(world.loop, f"command{number}")
         self._world = world
-        self._make = make
+        self._makes = makes
 
     def start(self) -> None:
         """Begin."""
         self.process.start(self._life())
 
     async def _life(self) -> None:
-        world, loop = self._world, self._world.loop
+        world = self._world
         try:
-            state = await loop.stepwise(lambda: read_on(world.store, newest_snap(world.store, world.job)))
-            change = self._make(state)
-            if change is not None and not await self._asked(state, change):
-                work = partial(append_in_passing, world.store, world.job, self._made_now, purpose="change")
-                _, seq = await loop.stepwise(work)
-                if seq is not None:
-                    world.trace.sometimes("a command was elected for the moment")
+            for make in self._makes:
+                await self._change(make)
         except (CkptError, NetError) as error:
             world.trace.note(self.process.name, f"ends: {error}")
         self.process.kill()
+
+    async def _change(self, make: Callable[[JobState], Change | None]) -> None:
+        world, loop = self._world, self._world.loop
+        state = await loop.stepwise(lambda: read_on(world.store, newest_snap(world.store, world.job)))
+        change = make(state)
+        if change is not None and not await self._asked(state, change):
+            work = partial(append_in_passing, world.store, world.job, partial(_made_now, make), purpose="change")
+            _, seq = await loop.stepwise(work)
+            if seq is not None:
+                world.trace.sometimes("a command was elected for the moment")
 
     async def _asked(self, state: JobState, change: Change) -> bool:
         """Ask a coordinator, if one answers; say whether it does."""
@@ -147,9 +154,10 @@ class Command:
             world.trace.sometimes("a coordinator changed the job")
         return True
 
-    def _made_now(self, state: JobState) -> Change | None:
-        change = self._make(state)
-        return None if change is None else checked(state, change)
+
+def _made_now(make: Callable[[JobState], Change | None], state: JobState) -> Change | None:
+    change = make(state)
+    return None if change is None else checked(state, change)
 
 
 def pin(state: JobState) -> Change | None:
@@ -184,5 +192,20 @@ def roll_back(attempt: int) -> Callable[[JobState], Change | None]:
         if ready.attempt != attempt or state.is_ended(attempt):
             return None
         return Taint(attempt=attempt, from_step=ready.step, to_step=None, reason="a person goes back")
+
+    return make
+
+
+def go_back(attempt: int) -> Callable[[JobState], Change | None]:
+    """Open an attempt for nobody from what a rollback of this attempt has left."""
+
+    def make(state: JobState) -> Change | None:
+        current = state.attempt
+        left = state.restorable()
+        if current is None or current.attempt != attempt or not state.is_ended(attempt) or not left:
+            return None
+        plan = plan_rollback(state, to_step=left[0][1].step, reason="a person goes back")
+        uid = secrets.token_hex(16)
+        return opened_for_nobody(state, plan, uid=uid, facts_sha256=current.facts_sha256, reason="a person goes back")
 
     return make

@@ -206,6 +206,15 @@ def all_silent(_before: Any) -> Any:  # noqa: ANN401 - stands in for any functio
     return stale
 
 
+def patient(before: Any) -> Any:  # noqa: ANN401 - stands in for any function
+    """Wait for a leader for ever."""
+
+    def reason(self: Any, *, now_s: float) -> Any:  # noqa: ANN401 - as Election.reason
+        return "" if self.asks else before(self, now_s=now_s)
+
+    return reason
+
+
 def nothing(_before: Any) -> Any:  # noqa: ANN401 - stands in for any function
     """Do nothing, and find nothing."""
     return lambda *_args, **_kwargs: None
