@@ -14,6 +14,8 @@ from toprope.store.keep.retention import parse_policy
 from toprope.store.names import checked_id
 from toprope.store.places import parse_place
 
+VERDICT_DEADLINE_S = 300.0
+"""How long all ranks have for a phase of a restore, at most: a rank itself waits for 330 s."""
 COPIES_MAX = 3
 """More would only cost memory: whoever fears that so many nodes are lost at once has the object store."""
 
@@ -36,7 +38,7 @@ class Config:
     token: str
     ready_file: Path | None
     copies: int = 1
-    verdict_deadline_s: float = 300.0
+    verdict_deadline_s: float = VERDICT_DEADLINE_S
     retain: str | None = None
     base: str = ""
     base_take: Literal["all", "weights"] = "all"
@@ -58,6 +60,11 @@ class Config:
             parse_place(self.base)
         if self.broker is not None and self.embedded_broker is not None:
             raise UsageError("give --broker or --embedded-broker, not both")
+        if not 0.0 < self.verdict_deadline_s <= VERDICT_DEADLINE_S:
+            raise UsageError(
+                f"--verdict-deadline {self.verdict_deadline_s:g} is not usable: give more than 0 and at most "
+                f"{VERDICT_DEADLINE_S:.0f} seconds, or ranks would give up before the coordinator can say who was missing"
+            )
         check_listen(self.listen, what="--listen", token=self.token)
         if self.embedded_broker is not None:
             check_reach(self.embedded_broker, what="--broker-listen", token=self.token)

@@ -106,6 +106,8 @@ def started(tmp_path: Path) -> Iterator[Start]:
         (("--every", "0"), "--every 0"),
         (("--every", "4", "--local-every", "6"), "--local-every 6"),
         (("--listen", "0.0.0.0:0"), "--token-file"),
+        (("--verdict-deadline", "301"), "--verdict-deadline 301 is not usable: give more than 0 and at most 300"),
+        (("--verdict-deadline", "0"), "--verdict-deadline 0 is not usable"),
         (("--broker", "127.0.0.1:1", "--embedded-broker"), "not both"),
         (("--token-file", "/nonexistent"), "can't be read"),
         (("--ready-file", "/nowhere/ready"), "--ready-file /nowhere/ready: its directory does not exist"),
