@@ -32,6 +32,7 @@ python=$(python_3_11)
 "$python" -c 'import venv, ensurepip' 2>/dev/null || need_debian "$(basename "$python" | sed 's/$/-venv/')" "Python's venv"
 command -v mosquitto >/dev/null || [ -x /usr/sbin/mosquitto ] || need_debian mosquitto "the message broker of the tests and the demo"
 command -v xxhsum >/dev/null || need_debian xxhash "xxhsum, with which the tests check checkpoints independently"
+[ "$(id -u)" != 0 ] || [ -x /usr/sbin/nft ] || need_debian nftables "what tests cut networks with; without root they are skipped"
 
 if [ ! -x .venv/bin/python ]; then
     say "making .venv with $python"
