@@ -13,6 +13,7 @@ from typing import Literal, assert_never
 import msgspec
 
 from toprope.coordinator import leaving, phases, protection
+from toprope.coordinator.aim import Aim
 from toprope.coordinator.attempt_view import attempt_view
 from toprope.coordinator.commits import Commits
 from toprope.coordinator.effects import Effect, Probe, Publish, Say, Tidy
@@ -81,6 +82,7 @@ class Core:
         self._phase_since_s = now_s
         self.requests = Requests()
         self._keep: tuple[Kept, ...] = ()
+        self._aim = Aim()
         self._extra_step = 0
         self.commits = self._new_commits()
         self._probing: set[str] = set()
@@ -208,6 +210,7 @@ class Core:
         self._phase_since_s = now_s
         self.protected_at_s = now_s
         self._extra_step = 0
+        self._aim.forget()
         self.commits = self._new_commits()
         for node in self.roll.all():
             self.commits.collect(node.inventory)
@@ -300,6 +303,7 @@ class Core:
             read_backs=tuple(
                 task for task in self.commits.tasks(readers=self._readers(), now_s=now_s) if task.node != HERE
             ),
+            aim=self._steer_aim(safety, now_s),
             protected_step=protected_step,
             ready_step=self.log_view.ready_step,
             extra_step=self._extra_step,
@@ -327,6 +331,7 @@ class Core:
             world=attempt.world_size,
             copies=self.settings.copies,
             placed=self.placing.plan.copies,
+            aim=self._aim.step,
         )
 
     def _steer_keep(self, safety: protection.Safety | None, now_s: float) -> tuple[tuple[Kept, ...], int]:
@@ -345,6 +350,13 @@ class Core:
             can_protect=self.placing.plan.copies > 0 or self.settings.copies == 0,
         )
         return self._keep, safety.protected_step
+
+    def _steer_aim(self, safety: protection.Safety | None, now_s: float) -> int:
+        if safety is None or not self.placing.plan.copies:
+            self._aim.forget()
+        else:
+            self._aim.steer(safety, self.roll.alive(), now_s=now_s)
+        return self._aim.step
 
     def _steer_extra(self) -> list[Effect]:
         attempt = self.log_view.state.attempt

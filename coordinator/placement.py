@@ -80,7 +80,7 @@ def place(sites: Sequence[Site], *, before: Mapping[str, Sequence[str]], copies:
     for owner in placing.owners:
         while len(placing.holders[owner.node]) < copies and (best := placing.best(owner)) is not None:
             placing.add(owner, best)
-    while any([placing.improve(owner) for owner in placing.owners]):  # each move is for the better, so this ends
+    while any(placing.improve(owner) for owner in placing.owners):  # each move is for the better, so this ends
         pass
     return placing.plan()
 
@@ -136,7 +136,7 @@ class _Placing:
         return False
 
     def _badness(self, owner: Site, node: str, others: Sequence[str]) -> tuple[bool, int, int]:
-        """Return whether a node fails together with owner or ``others``, how far it is over its share, what it shares."""
+        """Say if a node fails together with owner or ``others``; return how far it is over its share, what they share."""
         site = self.by_name[node]
         beside = [owner, *(self.by_name[other] for other in others)]
         over = max(0, self._load[node] + owner.ranks - self._share)

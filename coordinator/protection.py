@@ -67,7 +67,7 @@ class _View:
         return len({digest for _, digest in (*self.memory[step, rank], *self.peer[step, rank])}) == 1
 
     def copies(self, step: int, rank: int) -> int:
-        """Return how many copies in domains of their own a shard has beside that in its node's memory; -1: not there."""
+        """Return how many copies in domains of their own a shard has beside its node's; -1: it is not there."""
         if not self.memory[step, rank] or not self.agreed(step, rank):
             return -1
         peers = {node.domain for node, _ in self.peer[step, rank]}
@@ -77,10 +77,11 @@ class _View:
         return any(node.name == name for node, _ in self.peer[step, rank])
 
 
-def assess(nodes: Sequence[Node], *, attempt_uid: str, world: int, copies: int, placed: int) -> Safety:
+def assess(nodes: Sequence[Node], *, attempt_uid: str, world: int, copies: int, placed: int, aim: int = 0) -> Safety:
     """Return what the living ``nodes`` hold of an attempt of ``world`` ranks.
 
-    ``copies`` are wanted of each snapshot, ``placed`` the living nodes allow.
+    ``copies`` are wanted of each snapshot, ``placed`` the living nodes allow; ``aim`` is the step that they go for,
+    to which a holder comes back.
     """
     ranks = range(world)
     view = _View(newest={rank: {} for rank in ranks})
@@ -100,7 +101,7 @@ def assess(nodes: Sequence[Node], *, attempt_uid: str, world: int, copies: int, 
 
     def was_passed_over(step: int, rank: int) -> bool:
         being_stored = len({(step, other) for other in ranks} & view.stored) in range(1, world)
-        if step <= guarded or being_stored or view.copies(step, rank) >= placed:
+        if step == aim or step <= guarded or being_stored or view.copies(step, rank) >= placed:
             return False
         return any(reached > step and not view.holds(name, step, rank) for name, reached in view.reached[rank].items())
 

@@ -268,6 +268,9 @@ class Desired(_Document, frozen=True, kw_only=True):
     dropped: tuple[Kept, ...] = ()
     """Steps that can't be protected, as a rank has none or its holder has gone on: nothing waits for their copies."""
     read_backs: tuple[ReadBackTask, ...] = ()
+    aim: int = 0
+    """A step of the current attempt that all ranks hold and that takes long to copy: who copies takes it before later
+    ones, and nobody gives it up; 0: none."""
     protected_step: int = 0
     ready_step: int = 0
     extra_step: int = 0

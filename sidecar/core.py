@@ -312,7 +312,12 @@ class Core:
         attempt = self.desired.attempt
         if attempt is not None and attempt.phase in {"opened", "staged"} and attempt.source != "fresh":
             kept.add((attempt.source_attempt_uid, attempt.from_step))
-        return frozenset(kept)
+        return frozenset(kept | self._aim())
+
+    def _aim(self) -> frozenset[tuple[str, int]]:
+        """Return the step that all go for, if pulls are so slow that one has to be named."""
+        aim = self.desired.aim if self.desired is not None else 0
+        return frozenset({(self._attempt_uid(), aim)}) if aim else frozenset()
 
     def _dropped(self) -> frozenset[tuple[str, int]]:
         dropped = self.desired.dropped if self.desired is not None else ()
@@ -340,7 +345,13 @@ class Core:
         if attempt is None:
             return effects
         effects += self.peers.plan(
-            owners, kept=kept, dropped=self._dropped(), attempt=attempt.number, attempt_uid=uid, now_s=self.now_s
+            owners,
+            kept=kept,
+            dropped=self._dropped(),
+            aim=self._aim(),
+            attempt=attempt.number,
+            attempt_uid=uid,
+            now_s=self.now_s,
         )
         if attempt.phase == "applied":
             here = {place.rank for place in attempt.world if place.node == self.me.node}

@@ -24,6 +24,27 @@ class Spare:
     uses: set[str] = field(default_factory=set)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Expendable:
+    """What a held copy is measured by when room is wanted for another one."""
+
+    kept: frozenset[tuple[str, int]]
+    dropped: frozenset[tuple[str, int]]
+    aim: frozenset[tuple[str, int]]
+    attempt_uid: str
+    now_s: float
+
+    def covers(self, held: Shard, spare: Spare, newest_kept: Shard | None, *, place_for: Shard) -> bool:
+        """Say whether a copy may be overwritten by another."""
+        return held.of_step not in self.kept and (
+            held.attempt_uid != self.attempt_uid
+            or held.of_step in self.dropped
+            or place_for.of_step in self.aim
+            or (newest_kept is not None and held < newest_kept)
+            or self.now_s - spare.held_at_s >= HOLD_S
+        )
+
+
 @dataclass(slots=True)
 class PeerBook:
     """The spares of this node by rank and number, and what their owners say that they hold."""
@@ -65,39 +86,41 @@ class PeerBook:
         """Forget a copy that was found to be damaged."""
         self.spares[rank, number].held = None
 
-    def plan(
+    def plan(  # noqa: PLR0913 - all that a pull is decided by
         self,
         owners: dict[str, str],
         *,
         kept: frozenset[tuple[str, int]],
         dropped: frozenset[tuple[str, int]],
+        aim: frozenset[tuple[str, int]] = frozenset(),
         attempt: int,
         attempt_uid: str,
         now_s: float,
     ) -> list[Effect]:
-        """Pull the newest memory copy of each rank of each owner, given by node and url, one at a time for a rank."""
-        effects: list[Effect] = []
+        """Pull a memory copy of each rank of each owner, given by node and url, one at a time for a rank.
+
+        That is the newest one, but the ``aim`` before it; and of all ranks' the newest first.
+        """
+        pulls: list[Pull] = []
+        expendable = _Expendable(kept=kept, dropped=dropped, aim=aim, attempt_uid=attempt_uid, now_s=now_s)
         for node in sorted(set(owners) & set(self.owners)):
-            wanted = _newest(self.owners[node], kept=kept, dropped=dropped, attempt=attempt, attempt_uid=attempt_uid)
-            for shard in wanted:
-                number = self._place_for(shard, kept=kept, dropped=dropped, attempt_uid=attempt_uid, now_s=now_s)
+            offered = _offered(self.owners[node], kept=kept, dropped=dropped, attempt=attempt, attempt_uid=attempt_uid)
+            for of_rank in offered:
+                aimed = [shard for shard in of_rank if shard.of_step in aim and not self._has(shard)]
+                shard = max(aimed or of_rank)
+                number = self._place_for(shard, expendable)
                 if number is not None:
                     self.spares[shard.rank, number] = Spare(pulling=shard)
-                    effects.append(Pull(url=owners[node], shard=shard, spare=number))
-        return effects
+                    pulls.append(Pull(url=owners[node], shard=shard, spare=number))
+        return [*sorted(pulls, key=lambda pull: -pull.shard.step)]
 
-    def _place_for(
-        self,
-        shard: Shard,
-        *,
-        kept: frozenset[tuple[str, int]],
-        dropped: frozenset[tuple[str, int]],
-        attempt_uid: str,
-        now_s: float,
-    ) -> int | None:
+    def _has(self, shard: Shard) -> bool:
+        return any(held == shard for _, held in self.held())
+
+    def _place_for(self, shard: Shard, expendable: _Expendable) -> int | None:
         """Return the spare to pull into, or None: it is here, it is coming, or nothing may be overwritten."""
         spares = {number: self.spares.get((shard.rank, number), Spare()) for number in range(SPARES_PER_RANK)}
-        if now_s < self.retry_at_s.get(shard.rank, 0.0) or any(spare.pulling for spare in spares.values()):
+        if expendable.now_s < self.retry_at_s.get(shard.rank, 0.0) or any(spare.pulling for spare in spares.values()):
             return None
         held = {number: spare.held for number, spare in spares.items() if spare.held is not None}
         if any(other.of_step == shard.of_step and other.digest == shard.digest for other in held.values()):
@@ -105,28 +128,23 @@ class PeerBook:
         empty = [number for number, spare in spares.items() if spare.held is None and not spare.uses]
         if empty:
             return empty[0]
-        newest_kept = max((other for other in held.values() if other.of_step in kept), default=None)
+        newest_kept = max((other for other in held.values() if other.of_step in expendable.kept), default=None)
         over = [
             (other, number)
             for number, other in held.items()
-            if not spares[number].uses
-            and other.of_step not in kept
-            and (
-                other.attempt_uid != attempt_uid
-                or other.of_step in dropped
-                or (newest_kept is not None and other < newest_kept)
-                or now_s - spares[number].held_at_s >= HOLD_S
-            )
+            if not spares[number].uses and expendable.covers(other, spares[number], newest_kept, place_for=shard)
         ]
         return min(over)[1] if over else None
 
     def release(self, *, owners: frozenset[str], kept: frozenset[tuple[str, int]], attempt_uid: str) -> list[Effect]:
-        """Give back the memory of copies of earlier attempts that are neither placed here any more nor kept.
+        """Give back the memory of copies that are neither placed here any more nor kept, nor newer than what is.
 
-        Those of the current attempt stay: its next restore may want them, whatever became of their owner.
+        Those of the current attempt stay until a later step is kept: its next restore may want them, whatever became
+        of their owner.
         """
         if not owners <= set(self.owners):
             return []
+        newest_kept = max((step for uid, step in kept if uid == attempt_uid), default=0)
         placed = {copy.rank for node in owners if node in self.owners for copy in self.owners[node].copies}
         effects: list[Effect] = []
         for rank in sorted({rank for rank, _ in self.spares} - placed):
@@ -136,7 +154,7 @@ class PeerBook:
                 if of_rank == rank
                 and not spare.pulling
                 and not spare.uses
-                and (spare.held is None or (spare.held.of_step not in kept and spare.held.attempt_uid != attempt_uid))
+                and (spare.held is None or _is_over(spare.held, kept, newest_kept, attempt_uid=attempt_uid))
             ]
             for number in over:
                 del self.spares[rank, number]
@@ -145,21 +163,24 @@ class PeerBook:
         return effects
 
 
-def _newest(
+def _is_over(held: Shard, kept: frozenset[tuple[str, int]], newest_kept: int, *, attempt_uid: str) -> bool:
+    """Say whether nothing can want a copy of a rank any more that others hold now."""
+    return held.of_step not in kept and (held.attempt_uid != attempt_uid or held.step < newest_kept)
+
+
+def _offered(
     inventory: Inventory,
     *,
     kept: frozenset[tuple[str, int]],
     dropped: frozenset[tuple[str, int]],
     attempt: int,
     attempt_uid: str,
-) -> list[Shard]:
-    """Return the newest memory copy of each rank that is of this attempt or kept, and of no attempt after it."""
-    newest: dict[int, Shard] = {}
+) -> list[list[Shard]]:
+    """Return for each rank the memory copies that are of this attempt or kept, and of no attempt after it."""
+    offered: dict[int, list[Shard]] = {}
     for copy in inventory.copies:
         current = copy.attempt_uid == attempt_uid or (copy.attempt_uid, copy.step) in kept
         if copy.tier != "memory" or not current or copy.attempt > attempt or (copy.attempt_uid, copy.step) in dropped:
             continue
-        shard = shard_of_copy(copy)
-        if copy.rank not in newest or newest[copy.rank] < shard:
-            newest[copy.rank] = shard
-    return [newest[rank] for rank in sorted(newest)]
+        offered.setdefault(copy.rank, []).append(shard_of_copy(copy))
+    return [offered[rank] for rank in sorted(offered)]

@@ -65,10 +65,12 @@ class HttpPeers:
         for left in reversed(range(RESUMES + 1)):
             at = filling.at
             try:
-                return self._receive(url, filling, begin=begin if at == 0 else (begin or 0) + at)
+                self._receive(url, filling, begin=begin if at == 0 else (begin or 0) + at)
             except PeerError:
                 if filling.at == at or left == 0:
                     raise
+            else:
+                return
 
     def _receive(self, url: str, filling: _Filling, *, begin: int | None) -> None:
         missing = len(filling.into) - filling.at

@@ -81,3 +81,53 @@ def test_a_step_that_one_of_two_holders_has_passed_over_is_dropped() -> None:
 def test_status_says_how_many_losses_are_survived() -> None:
     told = [overview(training_with(copies, "c").core, broker="none", now_s=0.0) for copies in (0, 1, 2, 3)]
     assert [(view.copies, view.survives) for view in told] == [(0, 0), (1, 1), (2, 2), (3, 2)]
+
+
+# --- pulls that take longer than the time between snapshots
+
+
+def slow() -> Reign:
+    """Return a reign whose ranks hold steps 2 and 4, of which 2 is being pulled for six seconds."""
+    reign = training_with(1)
+    reign.hold(2, tiers=("memory",))
+    reign.wait(3)
+    reign.hold(4, tiers=("memory",))
+    reign.wait(3)
+    return reign
+
+
+def test_a_step_that_takes_long_to_copy_is_gone_for_until_it_is_protected_whatever_comes_after_it() -> None:
+    reign = slow()
+    assert reign.desired.aim == 2
+    reign.wait(10)
+    assert reign.desired.aim == 2
+    reign.hold(4, tiers=("peer",), ranks=(0,))
+    assert (reign.desired.aim, reign.desired.dropped) == (2, ()), "who has gone on comes back for it"
+    reign.hold(2, tiers=("peer",))
+    assert (reign.desired.protected_step, reign.desired.aim) == (2, 4)
+
+
+def test_what_is_copied_quickly_is_never_named() -> None:
+    reign = training_with(1)
+    for step in range(2, 20, 2):
+        reign.hold(step, tiers=("memory",))
+        reign.wait(4)
+        reign.hold(step, tiers=("peer",))
+        assert reign.desired.aim == 0
+
+
+def test_a_step_that_a_rank_has_lost_is_gone_for_no_longer() -> None:
+    reign = slow()
+    node = reign.nodes["a"]
+    node.copies = [copy for copy in node.copies if copy.step != 2]
+    reign.hear("a")
+    reign.wait(2)
+    assert reign.desired.aim == 4
+
+
+def test_a_copy_that_never_comes_is_not_waited_for_for_ever() -> None:
+    reign = slow()
+    reign.wait(61)
+    assert reign.desired.aim == 4
+    reign.wait(61)
+    assert reign.desired.aim == 0

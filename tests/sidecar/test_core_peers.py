@@ -84,3 +84,46 @@ def test_what_was_staged_for_another_attempt_says_nothing_of_this_one() -> None:
     assert (book.staged, book.failed, book.verdict(UID)) == ({}, {}, None)
     book.on_staged(on.ShardStaged(attempt_uid=UID, shard=late))
     assert book.staged == {0: late}
+
+
+def test_a_holder_takes_the_step_that_all_go_for_before_later_ones_and_gives_up_a_later_one_for_it() -> None:
+    driver = holding()
+    driver.want(aim=2)
+    driver.owner(shard(2, rank=1).copy("memory"), shard(3, rank=1).copy("memory"))
+    assert [pull.shard.step for pull in driver.all(do.Pull)] == [2]
+    driver.on(on.Pulled(shard=shard(2, rank=1), spare=0))
+    assert [pull.shard.step for pull in driver.all(do.Pull)] == [3]
+    driver.on(on.Pulled(shard=shard(3, rank=1), spare=1))
+    driver.keep(2)
+    driver.want(aim=4)
+    driver.owner(shard(4, rank=1).copy("memory"), shard(5, rank=1).copy("memory"), version=2)
+    assert [(pull.shard.step, pull.spare) for pull in driver.all(do.Pull)] == [(4, 1)]
+
+
+def test_the_step_that_all_go_for_is_never_overwritten_however_long_it_takes() -> None:
+    driver = Driver()
+    driver.train()
+    driver.place("a", "b")
+    for slot, step in enumerate((1, 2)):
+        driver.snapshot(slot, step)
+    driver.want(aim=1)
+    driver.tick(1000.0)
+    driver.snapshot(2, 3)
+    assert driver.granted() == [1], "step 2 has waited long enough; step 1 is gone for"
+
+
+def test_a_copy_of_a_rank_that_others_hold_now_is_given_up_once_a_later_step_is_kept() -> None:
+    driver = holding(1, 2)
+    driver.want(placement=())
+    driver.keep(2)
+    assert [(gone.rank, gone.spares) for gone in driver.all(do.RemoveSpares)] == [(1, (0,))]
+    driver.keep(3)
+    assert [(gone.rank, gone.spares) for gone in driver.all(do.RemoveSpares)] == [(1, (1,))]
+
+
+def test_of_many_ranks_the_newest_snapshots_are_pulled_first() -> None:
+    driver = Driver()
+    driver.attempt()
+    driver.place("b", "a")
+    driver.owner(shard(1, rank=1).copy("memory"), shard(3, rank=2).copy("memory"), shard(2, rank=3).copy("memory"))
+    assert [pull.shard.step for pull in driver.all(do.Pull)] == [3, 2, 1]
