@@ -5,6 +5,7 @@ They need nothing but the store. Data goes to stdout, all else to stderr.
 
 from __future__ import annotations
 
+from itertools import chain, islice
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -28,7 +29,7 @@ from toprope.store.cli.shared import (
     say,
     table,
 )
-from toprope.store.errors import UsageError
+from toprope.store.errors import UnavailableError, UsageError
 from toprope.store.log.fold import JobState
 from toprope.store.look.show import (
     CheckpointLine,
@@ -39,8 +40,9 @@ from toprope.store.look.show import (
     read_job,
     xxhsum_lines,
 )
+from toprope.store.look.unready import unready
 from toprope.store.look.verify import plan
-from toprope.store.objects.opening import check_outside, open_store
+from toprope.store.objects.opening import check_outside, empty_folders, open_store
 from toprope.store.objects.protocol import ObjectStore
 from toprope.store.places import selected
 from toprope.store.sizes import size_text
@@ -48,6 +50,8 @@ from toprope.store.transfer.partial import PartlyRestored, restore_part
 from toprope.store.transfer.restore import Restored
 from toprope.store.transfer.restore import plan as plan_restore
 from toprope.store.transfer.restore import restore as restore_checkpoint
+
+_UNREADY_SHOWN = 20
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
@@ -125,8 +129,9 @@ def restore(  # noqa: PLR0913 - one for each option
 ) -> None:
     """Write a checkpoint's shards and its manifest into a new directory, every byte verified.
 
-    Without --step it is the newest READY checkpoint that verifies; what is passed over, and why, is said. With --only
-    it is a part: files of those tensors and PARTIAL.json instead of a manifest; nothing is passed over then.
+    Without --step it is the newest READY checkpoint that verifies; what is passed over, and why, is said, as is what is
+    newer and no checkpoint. With --only it is a part: files of those tensors and PARTIAL.json instead of a manifest;
+    nothing is passed over then.
     """
     root, job, step = selected(root, job, step)
     store = open_store(root)
@@ -143,6 +148,18 @@ def restore(  # noqa: PLR0913 - one for each option
         _print_part(done, as_json=as_json)
     else:
         _print_restored(done, as_json=as_json)
+    if step is None:
+        _say_unready(store, root, state, past=done.step)
+
+
+def _say_unready(store: ObjectStore, root: str, state: JobState, *, past: int) -> None:
+    """Say what else is there that is newer, or looks as if it were."""
+    try:
+        folders = (f"{folder}: an empty folder" for folder in empty_folders(root, state.job))
+        for line in islice(chain(unready(store, state, past=past), folders), _UNREADY_SHOWN):
+            say(f"no checkpoint: {line}")
+    except UnavailableError as error:
+        say(f"what else is there is not known: {error}")
 
 
 def _print_part(done: PartlyRestored, *, as_json: bool) -> None:

@@ -135,6 +135,18 @@ class DirectoryStore:
         """
         return tuple(self._swept(tuple(key_parts(prefix.removesuffix("/")))))
 
+    def empty_directories(self, prefix: str) -> tuple[str, ...]:
+        """Return the directories under one that have nothing in them."""
+        return tuple("/".join(parts) for parts in self._emptied(tuple(key_parts(prefix.removesuffix("/")))))
+
+    def _emptied(self, parts: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+        entries = self._entries(parts, temporary=True)
+        if not entries:
+            yield parts
+        for name, is_directory in entries:
+            if is_directory:
+                yield from self._emptied((*parts, name))
+
     def _swept(self, parts: tuple[str, ...]) -> Iterator[Key]:
         for name, is_directory in self._entries(parts, temporary=True):
             if is_directory:

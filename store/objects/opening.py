@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import unquote
 
 from toprope.store.errors import AlreadyExistsError, UnavailableError, UsageError
-from toprope.store.names import Key, checked_id
+from toprope.store.names import Key, checked_id, shards_prefix
 from toprope.store.objects.directory import DirectoryStore
 from toprope.store.objects.protocol import ObjectStore
 from toprope.store.objects.retry import RetryStore
@@ -76,6 +76,17 @@ def sweep_uploads(root: str, job: str, *, grace: timedelta = UPLOAD_GRACE) -> tu
     if root.startswith(_S3):
         return _s3(root).sweep_uploads(prefix, grace=grace)
     return _open_directory(root, write=False).sweep_temporaries(prefix)
+
+
+def empty_folders(root: str, job: str) -> tuple[str, ...]:
+    """Return the folders among a job's shards that have nothing in them; a bucket has no folders.
+
+    Raises:
+        UnavailableError: the store can't be reached.
+    """
+    if root.startswith(_S3):
+        return ()
+    return _open_directory(root, write=False).empty_directories(shards_prefix(job))
 
 
 def _s3(root: str) -> S3Store:

@@ -61,6 +61,7 @@ def contents(root: Path) -> dict[str, bytes]:
     return {str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*") if path.is_file()}
 
 
+@pytest.mark.fault("B50")
 def test_what_never_became_ready_is_not_restored_and_is_told_of_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -75,9 +76,18 @@ def test_what_never_became_ready_is_not_restored_and_is_told_of_once(
     (root / "job" / "shards" / "a1" / "s000000040").mkdir()
     store.create(Key("job/shards/step-50.bak"), b"by hand")
     before = contents(root)
-    assert newest(root, tmp_path / "out", capsys) == 20
+    capsys.readouterr()
+    assert ckpt("restore", root, "--to", tmp_path / "out") == 0
+    out, err = capsys.readouterr()
+    assert "restored step 20 of job job" in out
+    assert [line for line in err.splitlines() if "no checkpoint" in line] == [
+        "no checkpoint: job/shards/step-50.bak: no object of a checkpoint has such a name",
+        "no checkpoint: step 30 of attempt 1: not READY, 3 of 4 ranks have stored it",
+        "no checkpoint: job/shards/a1/s000000040: an empty folder",
+    ]
     assert contents(root) == before
     assert (root / "job" / "shards" / "a1" / "s000000040").is_dir()
+    assert newest(root, tmp_path / "again", capsys) == 20
     (job,) = usage(store).jobs
     told = [*job.orphans.keys, *job.unknown.keys]
     assert len([key for key in told if "s000000030" in key]) == 6, "three shards, three indexes"

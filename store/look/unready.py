@@ -1,0 +1,28 @@
+"""What lies among the shards of a job and is no checkpoint, in words: for whoever wonders why it was not restored."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from toprope.store.log.fold import JobState
+from toprope.store.names import shards_prefix, written_at
+from toprope.store.objects.protocol import ObjectStore
+
+
+def unready(store: ObjectStore, state: JobState, *, past: int) -> Iterator[str]:
+    """Yield a line for each step past ``past`` that is not READY, and one for each object with a name of its own.
+
+    Raises:
+        UnavailableError: the store did not answer.
+    """
+    known = {(ready.attempt, ready.step) for ready in state.readies.values()}
+    stored: dict[tuple[int, int], int] = {}
+    for key in store.list(shards_prefix(state.job)):
+        at = written_at(state.job, key)
+        if at is None:
+            yield f"{key}: no object of a checkpoint has such a name"
+        elif at not in known and at[1] > past:
+            stored[at] = stored.get(at, 0) + key.endswith(".index.json")  # the last that a rank writes
+    for (attempt, step), ranks in sorted(stored.items()):
+        world = state.attempts[attempt - 1].world_size if attempt <= state.attempt_number else "?"
+        yield f"step {step} of attempt {attempt}: not READY, {ranks} of {world} ranks have stored it"
