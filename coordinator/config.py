@@ -63,7 +63,7 @@ class Config:
         if not 0.0 < self.verdict_deadline_s <= VERDICT_DEADLINE_S:
             raise UsageError(
                 f"--verdict-deadline {self.verdict_deadline_s:g} is not usable: give more than 0 and at most "
-                f"{VERDICT_DEADLINE_S:.0f} seconds, or ranks would give up before the coordinator can say who was missing"
+                f"{VERDICT_DEADLINE_S:.0f} seconds, or ranks give up before they can be told who was missing"
             )
         check_listen(self.listen, what="--listen", token=self.token)
         if self.embedded_broker is not None:

@@ -20,8 +20,15 @@ JITTER = 0.4
 """So much of its patience, at most, one waits longer than another."""
 REFUSED = 0.2
 """So much of its patience one waits where the leader's host says that nobody serves at its address."""
+SHORT_REIGN_S = 60.0
+PATIENCE_S_MAX = 60.0
 UNREAD_S = 20.0
 """A leader that has not read the log for so long is as good as silent."""
+
+
+def patience_after(before_s: float, *, reigned_s: float, at_first_s: float) -> float:
+    """Return the patience of one that was fenced: two that can't hear each other must not take turns for ever."""
+    return min(before_s * 2, PATIENCE_S_MAX) if reigned_s < SHORT_REIGN_S else at_first_s
 
 
 @dataclass(slots=True, kw_only=True)

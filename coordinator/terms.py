@@ -17,7 +17,7 @@ from typing import assert_never
 from prometheus_client import CollectorRegistry
 
 from toprope.coordinator.config import Config
-from toprope.coordinator.election import JITTER, Election
+from toprope.coordinator.election import JITTER, Election, patience_after
 from toprope.coordinator.log import Log
 from toprope.coordinator.metrics import Metrics
 from toprope.coordinator.overview import Overview
@@ -33,8 +33,6 @@ from toprope.store.log.records import Base
 _LOG = logging.getLogger("toprope.coordinator")
 _LOOK_EVERY_S = 1.0
 _STANDBYS_MAX = 16
-_SHORT_REIGN_S = 60.0
-_PATIENCE_S_MAX = 60.0
 FOLLOWER_TOPICS = ("coordinator/presence",)
 
 
@@ -158,8 +156,9 @@ class Terms:
             await self.reign.reign(self._ports, log, url=self._url, stop=self._stop, on_serving=self._announce)
         except* FencedError as group:
             _LOG.warning("leads no more, and stands by: %s", _first(group))
-            short = _now_s() - began_s < _SHORT_REIGN_S  # two that can't hear each other must not take turns for ever
-            self._patience_s = min(self._patience_s * 2, _PATIENCE_S_MAX) if short else self.config.patience_s
+            self._patience_s = patience_after(
+                self._patience_s, reigned_s=_now_s() - began_s, at_first_s=self.config.patience_s
+            )
         finally:
             self._role, self.reign = "follower", None
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-from toprope.coordinator.election import UNREAD_S, Election
+from toprope.coordinator.election import UNREAD_S, Election, patience_after
 from toprope.coordinator.wire import Health, Role
 from toprope.store.log.fold import JobState
 
@@ -99,3 +99,11 @@ def test_a_claim_that_came_too_late_is_none() -> None:
     assert claim is not None
     assert claim.url == "http://two"
     assert follower.claim(replace(LED, n=3, term=4, url="http://three")) is None
+
+
+def test_one_whose_reigns_are_short_waits_twice_as_long_each_time_up_to_a_minute() -> None:
+    waits = [5.0]
+    for _ in range(5):
+        waits.append(patience_after(waits[-1], reigned_s=3.0, at_first_s=5.0))
+    assert waits == [5.0, 10.0, 20.0, 40.0, 60.0, 60.0]
+    assert patience_after(60.0, reigned_s=60.0, at_first_s=5.0) == 5.0

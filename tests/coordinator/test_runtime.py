@@ -203,6 +203,11 @@ async def test_a_token_is_asked_for_everywhere_but_for_health(tmp_path: Path, st
             async with client.get(one.url + path) as answer:
                 assert answer.status == status
         headers = {"Authorization": "Bearer a secret of some length"}
+        for standby, shown in ({}, "http://mine"), (headers, "http://ours"):
+            async with client.get(f"{one.url}/healthz", params={"standby": shown}, headers=standby) as answer:
+                assert answer.status == 200
+        async with client.get(f"{one.url}/v1/status", headers=headers) as answer:
+            assert (await answer.json())["standbys"] == ["http://ours"], "who shows no token is not shown either"
         async with client.get(f"{one.url}/v1/desired", headers=headers) as answer:
             assert answer.status == 200
 
