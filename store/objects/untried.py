@@ -42,10 +42,6 @@ class UntriedStore:
         """Fill ``into`` with bytes of an object."""
         self._store.read_into(key, into, start=start)
 
-    def read_into(self, key: Key, into: memoryview, *, start: int = 0) -> None:
-        """Fill ``into`` with bytes of an object."""
-        self._store.read_into(key, into, start=start)
-
     def size(self, key: Key) -> int:
         """Return the length of an object in bytes."""
         return self._store.size(key)
