@@ -9,7 +9,7 @@ import msgspec
 from toprope.chaos.journal import Event, Final
 
 RECOVERS_S = 3.0
-"""How long after a fault was mended a rank may still have no slot to save a step in."""
+"""How long after a fault was mended, or after it began, a rank may have no slot to save a step in."""
 
 
 class Judgement(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,16 +60,17 @@ def torn_restores(events: Iterable[Event]) -> tuple[str, ...]:
     return tuple(found)
 
 
-def step_to_become_ready(events: Iterable[Event], due: Sequence[int], *, world: int, mended_s: float) -> int:
+def step_to_become_ready(events: Sequence[Event], due: Sequence[int], *, world: int, mended_s: float) -> int:
     """Return the newest of the ``due`` steps that must become READY; 0 if none must.
 
-    That is the last one, unless a fault was mended (at ``mended_s``) only when it ended or shortly before: then it is
-    the last of which all ranks took a snapshot.
+    That is the last one, unless a fault was mended (at ``mended_s``), or ranks began, only when it ended or shortly
+    before: then it is the last of which all ranks took a snapshot.
     """
+    settled_s = max([mended_s, *(event.monotonic_s for event in events if event.event == "begin")]) + RECOVERS_S
     lasting = {(event.step, event.rank): event for event in events if event.event == "step"}
     last = max(due, default=0)
     ends_s = [event.monotonic_s for (step, _), event in lasting.items() if step == last]
-    if ends_s and min(ends_s) > mended_s + RECOVERS_S:
+    if ends_s and min(ends_s) > settled_s:
         return last
     saved = [step for step in due if all((one := lasting.get((step, rank))) and one.saved for rank in range(world))]
     return max(saved, default=0)

@@ -31,6 +31,8 @@ def test_the_last_due_step_must_become_ready_once_all_is_mended() -> None:
     events = saved(8, 0, 1) + saved(16)
     assert step_to_become_ready(events, (8, 16), world=2, mended_s=2.0) == 16, "whether or not it was saved"
     assert step_to_become_ready(events, (8, 16), world=2, mended_s=14.0) == 8, "there may have been no slot yet"
+    begun = Event(event="begin", rank=0, pid=5, monotonic_s=14.0)
+    assert step_to_become_ready([*events, begun], (8, 16), world=2, mended_s=2.0) == 8, "its slots may not be there yet"
     assert step_to_become_ready(saved(8, 1), (8, 16), world=2, mended_s=14.0) == 0
     again = saved(16, at_s=5.0) + saved(16, 0, 1)
     assert step_to_become_ready(again, (8, 16), world=2, mended_s=15.0) == 16, "its last doing counts"

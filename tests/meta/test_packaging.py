@@ -66,5 +66,7 @@ def test_the_wheel_holds_each_module_once_and_nothing_else(tmp_path: Path) -> No
     wanted = [f"toprope/{path.relative_to(ROOT)}" for package in PACKAGES for path in (ROOT / package).rglob("*.py")]
     assert python == sorted([*wanted, "toprope/__init__.py", "toprope/__main__.py"])
     assert "toprope/py.typed" in names
+    scenarios = {f"toprope/{path.relative_to(ROOT)}" for path in (ROOT / "chaos" / "scenarios").iterdir()}
+    assert {name for name in names if name.endswith(".toml")} == scenarios != set()
     outside = [name for name in names if not name.startswith(("toprope/", "toprope-"))]
     assert outside == []
