@@ -7,7 +7,7 @@ import dataclasses
 import os
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -138,14 +138,28 @@ def _store(site: Site) -> Iterator[str]:
         return
     from toprope.chaos.live.s3_server import running_s3  # noqa: PLC0415 - it loads boto3, which most runs do not need
 
-    with running_s3(site.directory / "s3") as server:
+    with running_s3(site.directory / "s3") as server, _environment(server.environment):
         server.make_bucket(BUCKET)
-        os.environ.update(server.environment)  # of this process; the fork server of services passes it on
         port = site.proxy("store", target_port=int(server.endpoint.rpartition(":")[2]))
         near = dataclasses.replace(server, endpoint=f"http://127.0.0.1:{port}")
         site.more_env = dict(server.environment)
         site.cluster.root = near.root(BUCKET)
         yield server.root(BUCKET)
+
+
+@contextlib.contextmanager
+def _environment(more: Mapping[str, str]) -> Iterator[None]:
+    """Let this process, which reads the store back in the end, have this environment too."""
+    before = {name: os.environ.get(name) for name in more}
+    os.environ.update(more)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
 @dataclass(slots=True)
