@@ -70,17 +70,19 @@ class HttpCoordinator:
         return _decoded(await self._ask("GET", path, body=None, timeout_s=timeout_s), Desired)
 
     async def open_attempt(self, request: OpenRequest) -> OpenAnswer:
-        """Ask for an attempt."""
-        body = await self._ask("POST", "/v1/attempts", body=encode(request), timeout_s=OPEN_TIMEOUT_S)
+        """Ask for an attempt, which takes long to decide: so a coordinator is first asked whether it lives."""
+        body = await self._ask("POST", "/v1/attempts", body=encode(request), timeout_s=OPEN_TIMEOUT_S, lives=True)
         return _decoded(body, OpenAnswer)
 
-    async def _ask(self, method: str, path: str, *, body: bytes | None, timeout_s: float) -> bytes:
+    async def _ask(self, method: str, path: str, *, body: bytes | None, timeout_s: float, lives: bool = False) -> bytes:
         known = [url for url in (self._current().rstrip("/"), *self._urls) if url]
         urls = sorted(dict.fromkeys(known), key=lambda url: url in self._silent)
         failures: dict[str, str] = {}
         while urls:
             url = urls.pop(0)
             try:
+                if lives:
+                    await self._request("GET", f"{url}/healthz", body=None, timeout_s=REQUEST_TIMEOUT_S)
                 answer = await self._request(method, url + path, body=body, timeout_s=timeout_s)
             except _NotLeadingError as error:
                 failures[url] = str(error)

@@ -13,7 +13,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 from tests.support.services import free_port
 
-from toprope.coordinator.wire import LEADER_HEADER, Cadence, Desired, encode
+from toprope.coordinator.wire import LEADER_HEADER, Cadence, Desired, OpenAnswer, OpenRequest, encode
 from toprope.sidecar.adapters import coordinator
 from toprope.sidecar.adapters.coordinator import HttpCoordinator
 from toprope.sidecar.ports import CoordinatorError
@@ -46,8 +46,17 @@ class Coordinators:
                 return web.Response(body=encode(DESIRED), content_type="application/json")
             raise web.HTTPConflict(text="stands by\n", headers={LEADER_HEADER: self.urls.get(leader, leader)})
 
+        async def opened(request: web.Request) -> web.Response:
+            await answer(request)
+            return web.Response(body=encode(OpenAnswer(code="busy")), content_type="application/json")
+
+        async def health(request: web.Request) -> web.Response:
+            return await answer(request) if frozen else web.Response()
+
         app = web.Application()
         app.router.add_get("/v1/desired", answer)
+        app.router.add_post("/v1/attempts", opened)
+        app.router.add_get("/healthz", health)
         server = await stack.enter_async_context(TestServer(app))
         self.urls[name] = f"http://127.0.0.1:{server.port}"
 
@@ -92,6 +101,18 @@ async def test_one_that_is_frozen_is_asked_last_the_next_time(monkeypatch: pytes
             for _ in range(3):
                 assert await port.get_desired(newer_than=None) == DESIRED
     assert servers.asked == ["frozen", "b", "b", "b"]
+
+
+async def test_a_launch_does_not_wait_for_one_that_is_frozen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(coordinator, "REQUEST_TIMEOUT_S", 0.2)
+    servers = Coordinators()
+    async with AsyncExitStack() as stack:
+        await servers.start(stack, "frozen", frozen=True)
+        await servers.start(stack, "b")
+        request = OpenRequest(job="job", launch_id="1a" * 16, round=0, world=(), spec={}, versions={})
+        async with asyncio.timeout(10.0), asking(servers, ["b"], current="frozen") as port:
+            assert (await port.open_attempt(request)).code == "busy"
+    assert servers.asked == ["frozen", "b"]
 
 
 @pytest.mark.parametrize("leader", ["", "standby", "ftp://x", "no url"])
