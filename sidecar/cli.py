@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import sys
 from pathlib import Path
 from typing import Annotated, cast
@@ -93,5 +92,4 @@ def sidecar(  # noqa: PLR0913 - one parameter for each flag
         grace_s=grace,
     )
     check_ready_file(ready_file)
-    os.umask(0o077)
     asyncio.run(run(config, wrap=context.obj or unwrapped))

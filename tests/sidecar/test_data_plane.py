@@ -53,7 +53,7 @@ class Owner:
             self.began += 1
 
         copies = Copies(
-            locate=lambda *_: [(Way(kind="memory", tier="memory", path="/", node="a"), len(self.image))],
+            locate=lambda *_: [(Way(kind="here", tier="memory", path="/", node="a"), len(self.image))],
             view=view,
             began=begins,
             ended=lambda *_: None,
