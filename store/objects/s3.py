@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from datetime import timedelta
 from functools import partial
-from typing import IO, TYPE_CHECKING, TypeVar, cast
+from typing import IO, TYPE_CHECKING, Any, TypeVar, cast
 
 from toprope.store.errors import (
     AlreadyExistsError,
@@ -314,9 +314,18 @@ class S3Store:
 
     def _fill(self, client: S3Client, *, key: Key, into: memoryview, start: int) -> None:
         with self._answered(client, key=key, start=start, length=len(into)) as stream:
+            # What urllib3 reads from: it and botocore copy every byte once more. Both keep these to themselves; where
+            # they have changed it is the stream itself, to the same effect.
+            answer: Any = getattr(stream, "_raw_stream", None)
+            source: Any = getattr(answer, "_fp", None) or stream
             done = 0
-            while count := stream.readinto(cast("IO[bytes]", into[done : done + _PIECE_BYTES])):  # stubs know no buffer
-                done += count  # all of them, or it is an error of the client
+            while done < len(into) and (count := source.readinto(into[done:])):
+                done += count
+            if done < len(into):
+                end, wanted = start + done, start + len(into)
+                raise UnavailableError(f"{key}: the answer of store {self._where} ended at byte {end} of {wanted}")
+            if answer is not None:
+                answer.release_conn()  # or each range would take a connection of its own
 
     @contextlib.contextmanager
     def _answered(self, client: S3Client, *, key: Key, start: int, length: int | None) -> Iterator[StreamingBody]:

@@ -25,6 +25,7 @@ from tests.support.strict_s3 import (
     Upload,
     write_credentials,
 )
+from urllib3.connection import HTTPConnection
 
 from toprope.store.conformance import ObjectStoreContract
 from toprope.store.digest import digest, digest_of_object
@@ -38,6 +39,7 @@ from toprope.store.errors import (
 from toprope.store.log.chain import Sleep, append_steps, perform, read_log, run_steps
 from toprope.store.log.records import Elected
 from toprope.store.names import Key
+from toprope.store.objects import s3
 from toprope.store.objects.opening import open_store, sweep_uploads
 from toprope.store.objects.parts import Limits
 from toprope.store.objects.protocol import ObjectStore
@@ -394,6 +396,42 @@ def test_an_answer_that_ends_early_is_no_object(strict: StrictS3) -> None:
         with pytest.raises(UnavailableError):
             store.read(KEY, length=length)
     assert store.read(KEY) == LARGE
+
+
+def test_an_answer_that_ends_early_fills_nothing_that_is_believed(strict: StrictS3) -> None:
+    store = store_on(strict)
+    store.create(KEY, LARGE)
+    strict.rules.append(Rule(operation="GetObject", fault="body cut short", times=1))
+    into = memoryview(bytearray(len(LARGE)))
+    with pytest.raises(UnavailableError, match=rf"ended at byte \d+ of {len(LARGE)}"):
+        store.read_into(KEY, into)
+    store.read_into(KEY, into)
+    assert bytes(into) == LARGE
+
+
+@pytest.mark.parametrize("hidden", [(), ("_fp",), ("_raw_stream",)], ids=["as it is", "no _fp", "no _raw_stream"])
+def test_ranges_that_are_read_into_their_place_share_a_connection(
+    strict: StrictS3, monkeypatch: pytest.MonkeyPatch, hidden: tuple[str, ...]
+) -> None:
+    connects: list[object] = []
+    honest = HTTPConnection.connect
+
+    def counted(connection: HTTPConnection) -> None:
+        connects.append(connection)
+        honest(connection)
+
+    def looked_up(thing: object, name: str, *default: object) -> object:
+        return default[0] if name in hidden else getattr(thing, name, *default)
+
+    monkeypatch.setattr(HTTPConnection, "connect", counted)
+    monkeypatch.setattr(s3, "getattr", looked_up, raising=False)
+    store = store_on(strict)
+    store.create(KEY, LARGE)
+    before, into = len(connects), memoryview(bytearray(len(LARGE)))
+    for start in range(0, len(LARGE), 300):
+        store.read_into(KEY, into[start : start + 300], start=start)
+    assert bytes(into) == LARGE
+    assert len(connects) - before <= 1
 
 
 def test_an_answer_that_does_not_tell_its_length_is_none(strict: StrictS3) -> None:
