@@ -113,7 +113,17 @@ TESTS: dict[tuple[Row, Phase], tuple[str, ...]] = {
         "tests/integration/test_wrong_use.py::test_too_little_memory_says_what_is_needed_and_what_there_is",
     ),
 }
-"""Where a cell is shown with real processes, files or sockets."""
+"""Where a cell is shown with real processes, files or sockets, besides what ``LIVE_ROWS`` have in common."""
+_LIVE = "tests/integration/long/test_live_cells.py::test_a_cell_holds_on_real_processes"
+LIVE_ROWS: tuple[Row, ...] = (
+    "trainer killed",
+    "sidecar killed",
+    "node lost",
+    "coordinator crash",
+    "two coordinators",
+    "partition",
+)
+"""The rows of which each cell has a test with real processes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,7 +141,14 @@ def _cells() -> tuple[Cell, ...]:
     for row in ROWS:
         for phase, codes in zip(PHASES, _TABLE[row].split(), strict=True):
             right = frozenset(code for code in MEANS if code in codes)
-            found.append(Cell(row=row, phase=phase, right=right, tests=TESTS.get((row, phase), ())))
+            found.append(
+                Cell(
+                    row=row,
+                    phase=phase,
+                    right=right,
+                    tests=(*TESTS.get((row, phase), ()), *((_LIVE,) if row in LIVE_ROWS else ())),
+                )
+            )
     return tuple(found)
 
 

@@ -46,12 +46,14 @@ class Chaos:
         script: str | Path = "",
         arguments: Sequence[str] = (),
         steps: int = 0,
+        step_s: float = 0.0,
     ) -> Verdict:
         """Run a scenario, by name or file, and fail the test unless all that was attacked held; return the verdict.
 
         ``script`` is your trainer with its ``arguments``, in place of the scenario's: both paths are relative to the
         test's file. In the arguments ``{job}``, ``{steps}``, ``{seed}`` and ``{out}`` are filled in. ``steps``: how
-        many to train, in place of the scenario's.
+        many to train, and ``step_s`` how long one takes at least, in place of the scenario's: a busy machine that is
+        hurried skips snapshots, and then more is lost.
         """
         try:
             from toprope.chaos.live.processes import LiveError  # noqa: PLC0415 - nothing is loaded before
@@ -60,7 +62,7 @@ class Chaos:
         except ModuleNotFoundError as error:
             _fail(f"chaos needs the package {error.name!r}: install toprope[service]")
         try:
-            loaded = self._loaded(scenario, script=script, arguments=arguments, steps=steps)
+            loaded = self._loaded(scenario, script=script, arguments=arguments, steps=steps, step_s=step_s)
             verdict = self._judge(loaded, seed)
         except (CkptError, LiveError) as error:
             _fail(f"chaos: {error}")
@@ -72,19 +74,23 @@ class Chaos:
             _fail(_told(verdict, html))
         return verdict
 
-    def _loaded(self, scenario: str | Path, *, script: str | Path, arguments: Sequence[str], steps: int) -> Loaded:
+    def _loaded(
+        self, scenario: str | Path, *, script: str | Path, arguments: Sequence[str], steps: int, step_s: float
+    ) -> Loaded:
         import msgspec  # noqa: PLC0415 - nothing is loaded before
 
         from toprope.chaos.scenario import load  # noqa: PLC0415 - nothing is loaded before
 
         here = self._request.path.parent
         loaded = load(str(here / scenario) if str(scenario).endswith(".toml") else str(scenario))
-        workload = loaded.scenario.workload
+        changes: dict[str, object] = {}
         if script:
-            changes = {"script": str(here / script), "arguments": tuple(arguments)}
-            workload = msgspec.structs.replace(workload, **changes)
+            changes |= {"script": str(here / script), "arguments": tuple(arguments)}
         if steps:
-            workload = msgspec.structs.replace(workload, steps=steps)
+            changes["steps"] = steps
+        if step_s:
+            changes["step_s"] = step_s
+        workload = msgspec.structs.replace(loaded.scenario.workload, **changes)
         changed = msgspec.structs.replace(loaded.scenario, workload=workload)
         changed.check()
         return type(loaded)(scenario=changed, directory=loaded.directory)

@@ -38,7 +38,7 @@ def chaos_judge():
             name="READY once", says="each once", outcome=outcome, evidence=("step 8: twice",), attacked=True
         )
         fault = Injection(fault="kill", target="rank 1", trigger="after step 3", fired=seed < 3, witness="status -9")
-        about = f"{workload.script} {workload.arguments} {workload.steps}"
+        about = f"{workload.script} {workload.arguments} {workload.steps} {workload.step_s}"
         return Verdict(
             scenario=loaded.scenario.name, about=about, seed=seed, steps=4, world=2, seconds=1.0,
             promises=(promise,), injections=(fault,), figures={"detected_after_s": 0.25},
@@ -53,8 +53,8 @@ import pytest
 HERE = Path(__file__).parent
 
 def test_good(chaos):
-    verdict = chaos.run("kill-node", script="../train.py", arguments=("--steps", "{steps}"), steps=44)
-    assert verdict.about == f"{HERE / '../train.py'} ('--steps', '{{steps}}') 44"
+    verdict = chaos.run("kill-node", script="../train.py", arguments=("--steps", "{steps}"), steps=44, step_s=0.5)
+    assert verdict.about == f"{HERE / '../train.py'} ('--steps', '{{steps}}') 44 0.5"
 
 def test_own_file(chaos):
     assert chaos.run("mine.toml").scenario == "mine"

@@ -8,7 +8,7 @@ WORLD = 2
 
 def test_a_lost_node_costs_at_most_an_interval(chaos: Chaos) -> None:
     """One of the scenarios that come with Toprope, against our trainer."""
-    verdict = chaos.run("kill-node", script="../train.py", arguments=ARGUMENTS)
+    verdict = chaos.run("kill-node", script="../train.py", arguments=ARGUMENTS, step_s=0.4)
     assert verdict.world == WORLD
 
 
