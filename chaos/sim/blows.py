@@ -271,7 +271,7 @@ def store_says(kind: StoreFault) -> Callable[[Scene], str]:
     def strike(scene: Scene) -> str:
         store = scene.world.store
 
-        def drawn(_who: str, _key: str) -> StoreFault:
+        def drawn(who: str, key: str) -> StoreFault | None:  # noqa: ARG001 - whoever calls, and for whatever
             return kind
 
         store._drawn = drawn  # type: ignore[method-assign]  # noqa: SLF001 - the store of one history

@@ -56,7 +56,7 @@ def scenario_of(row: Row, phase: Phase) -> Scenario:
         label="chaos",
         fault=(*first, blow),
         topology=Topology(coordinator=retained),
-        workload=Workload(steps=60, step_s=0.2),
+        workload=Workload(steps=48, step_s=0.4),
     )
 
 
