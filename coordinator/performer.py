@@ -245,12 +245,12 @@ class Coordinator:
             try:
                 await stop.wait()
             finally:
+                self._over = True
                 await ended(loops)
-                await self._end()
+                await self._let_go()
 
-    async def _end(self) -> None:
-        """Let go all who wait for something of this reign."""
-        self._over = True
+    async def _let_go(self) -> None:
+        """Answer all who wait for something of this reign, which is over."""
         for answer in self._waiting.values():
             if not answer.done():
                 answer.set_result(OpenAnswer(code="unavailable", text="this coordinator leads no more; ask again"))
@@ -271,7 +271,7 @@ class Coordinator:
         )
 
     def _post(self, event: Event) -> None:
-        if self.core is None:
+        if self.core is None or self._over:
             return
         try:
             effects = self.core.handle(event)

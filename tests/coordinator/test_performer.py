@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 import pytest
 from tests.support.reigns import FakeNode
 
+from toprope.coordinator.events import Ticked
 from toprope.coordinator.metrics import Metrics
 from toprope.coordinator.performer import Coordinator
 
@@ -34,3 +35,11 @@ def test_a_core_that_fails_ends_the_process_whoever_told_it() -> None:
     with pytest.raises(ExceptionGroup) as raised:
         asyncio.run(serve())
     assert raised.group_contains(KeyError)
+
+
+def test_a_reign_that_is_over_takes_in_nothing() -> None:
+    config: Any = None
+    core: Any = BrokenCore()
+    coordinator = Coordinator(config, metrics=Metrics())
+    coordinator.core, coordinator._over = core, True
+    coordinator._post(Ticked(now_s=0.0))
