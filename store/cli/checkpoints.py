@@ -5,6 +5,7 @@ They need nothing but the store. Data goes to stdout, all else to stderr.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import chain, islice
 from pathlib import Path
 from typing import Annotated, Any
@@ -38,6 +39,7 @@ from toprope.store.look.show import (
     job_names,
     named_objects,
     read_job,
+    read_jobs,
     xxhsum_lines,
 )
 from toprope.store.look.unready import unready
@@ -62,18 +64,27 @@ def _group() -> None:
 
 
 @app.command("ls")
-def list_jobs(root: Root, job: JobOption = None, *, as_json: AsJson = False) -> None:
-    """List jobs and their READY checkpoints, newest last."""
+def list_jobs(root: Root, job: JobOption = None, *, as_json: AsJson = False) -> int:
+    """List jobs and their READY checkpoints, newest last.
+
+    Exit status: 0, or 2 if the log of one of several jobs is damaged, which is said; the others are listed.
+    """
     store = open_store(root)
-    logs = [read_job(store, name).state for name in ([job] if job else job_names(store))]
+    logs, broken = read_jobs(store, [job] if job else job_names(store))
+    for damage in broken:
+        say(str(damage))
     if as_json:
-        print_json([_job_json(state) for state in logs])
-        return
-    if not logs:
+        print_json([_job_json(log.state) for log in logs])
+    elif logs:
+        _print_jobs([log.state for log in logs])
+    elif not broken:
         say(f"{root}: no jobs yet")
-        return
+    return 2 if broken else 0
+
+
+def _print_jobs(states: Sequence[JobState]) -> None:
     rows = table("JOB", "STEP", "READY", "ATTEMPT", "RANKS", "SIZE", "NOTE")
-    for state in logs:
+    for state in states:
         lines = checkpoint_lines(state)
         for line in lines:
             rows.add_row(state.job, *_checkpoint_cells(line))

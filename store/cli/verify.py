@@ -17,7 +17,7 @@ from toprope.store.errors import NothingToVerifyError, UsageError
 from toprope.store.log.chain import read_on
 from toprope.store.log.fold import JobState
 from toprope.store.look.sample import Sample, Sampled, parse_sample, sample_checkpoint, untold
-from toprope.store.look.show import job_names, read_job
+from toprope.store.look.show import job_names, read_jobs
 from toprope.store.look.verify import CheckpointReport, plan, verify_checkpoint, verify_facts
 from toprope.store.objects.opening import open_store
 from toprope.store.objects.protocol import ObjectStore
@@ -73,9 +73,13 @@ def verify(  # noqa: PLR0913 - one for each option
     root, job, step = selected(root, job, step)
     part = None if sample is None else parse_sample(sample, seed=seed)
     store = open_store(root)
-    planned = _planned(store, root, job, step)
+    planned, broken = _planned(store, root, job, step)
     total = sum(state.readies[seq].bytes for state, seqs in planned for seq in seqs)
-    facts: list[Damage] = []
+    facts = [*broken]
+    for damage in broken:
+        if not as_json:
+            put(f"{'DAMAGED':<8} job {damage.job}, log")
+            _print_damages([damage])
     found: list[_Found] = []
     with metered(store, "verifying", total_bytes=total) as watched:
         for state, seqs in planned:
@@ -102,24 +106,28 @@ def verify(  # noqa: PLR0913 - one for each option
 
 def _planned(
     store: ObjectStore, root: str, job: str | None, step: int | None
-) -> list[tuple[JobState, tuple[int, ...]]]:
-    """Return the jobs and their READYs to verify; that one job of several has nothing is no error."""
+) -> tuple[list[tuple[JobState, tuple[int, ...]]], tuple[Damage, ...]]:
+    """Return the jobs and their READYs to verify, and the logs that can't be read.
+
+    That one job of several has nothing is no error.
+    """
     names = job_names(store)
     if not names:
         raise NothingToVerifyError(f"{root}: no jobs, so nothing to verify")
-    states = [read_job(store, name).state for name in ([job] if job else names)]
-    if len(states) == 1:
-        return [(states[0], plan(states[0], step=step))]
+    logs, broken = read_jobs(store, [job] if job else names)
+    states = [log.state for log in logs]
+    if len(states) == 1 and not broken:
+        return [(states[0], plan(states[0], step=step))], ()
     planned = []
     for state in states:
         try:
             planned.append((state, plan(state, step=step)))
         except NothingToVerifyError:
             planned.append((state, ()))
-    if not any(seqs for _, seqs in planned):
+    if not broken and not any(seqs for _, seqs in planned):
         what = "no READY checkpoint" if step is None else f"no READY checkpoint of step {step}"
         raise NothingToVerifyError(f"{root}: {what} in any of {len(states)} jobs, so nothing to verify")
-    return planned
+    return planned, broken
 
 
 def _verified(store: ObjectStore, state: JobState, seq: int, part: Sample | None, deep: int | None) -> _Found:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, assert_never
 
-from toprope.store.checkpoint.ready import read_index, read_manifest
-from toprope.store.errors import UsageError
+from toprope.store.checkpoint.ready import Damage, read_index, read_manifest
+from toprope.store.errors import CorruptObjectError, LogCorruptError, UsageError
 from toprope.store.log.chain import Entry, read_entries, read_on
 from toprope.store.log.fold import JobState
 from toprope.store.log.records import Attempt, Elected, Job, Metric, Pin, Ready, Record, Retire, Taint, Unpin
 from toprope.store.log.snap import check_end, newest_snap
-from toprope.store.names import checked_id, facts_key, manifest_key
+from toprope.store.names import checked_id, facts_key, log_prefix, manifest_key
 from toprope.store.objects.protocol import ObjectStore
 
 ObjectKind = Literal["log", "facts", "manifest", "index", "shard"]
@@ -89,6 +89,24 @@ def read_job(store: ObjectStore, name: str) -> JobLog:
         raise UsageError(f"job {name!r}: no such job in this store; {there}")
     check_end(store, state)
     return JobLog(state=state, entries=tuple(entries))
+
+
+def read_jobs(store: ObjectStore, names: Sequence[str]) -> tuple[tuple[JobLog, ...], tuple[Damage, ...]]:
+    """Return the logs of jobs, and what is wrong with those that can't be read: one of several hides no other.
+
+    Raises:
+        LogCorruptError: there is but one, and it can't be read.
+    """
+    logs: list[JobLog] = []
+    broken: list[Damage] = []
+    for name in names:
+        try:
+            logs.append(read_job(store, name))
+        except (LogCorruptError, CorruptObjectError) as error:
+            if len(names) == 1:
+                raise
+            broken.append(Damage(job=name, key=log_prefix(name), what=str(error)))
+    return tuple(logs), tuple(broken)
 
 
 def read_state(store: ObjectStore, name: str) -> JobState:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import stat
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -103,8 +104,18 @@ def _open_s3(root: str, *, write: bool) -> ObjectStore:
     if write:
         _try_out(bucket)
     else:
-        next(store.list("probe/none/"), None)  # so that a bucket that can't be reached is said before anything else
+        _look_at(store)
     return store
+
+
+def _look_at(store: ObjectStore) -> None:
+    """Look whether a store answers, so that it is said before anything else if not."""
+    nothing = "probe/none/"
+    try:
+        next(store.list(nothing), None)
+    except UnavailableError as error:
+        said = str(error).removeprefix(f"{nothing}: ")
+        raise UnavailableError(f"the store can't be reached: {said}. Is its address right, and does it run?") from error
 
 
 def _try_out(bucket: S3Store) -> None:
@@ -137,9 +148,14 @@ def _probe(store: ObjectStore, key: Key) -> None:
 def _open_directory(root: str, *, write: bool) -> DirectoryStore:
     path = _directory_of(root)
     if not write:
-        if not path.is_dir():
-            what = "is not a directory" if path.exists() else "does not exist or is not mounted"
-            raise UnavailableError(f"store {root} can't be reached: it {what}")
+        try:
+            is_directory = stat.S_ISDIR(path.stat().st_mode)
+        except FileNotFoundError as error:
+            raise UnavailableError(f"store {root} can't be reached: it does not exist or is not mounted") from error
+        except OSError as error:
+            raise UnavailableError(f"store {root} can't be reached: {os.strerror(error.errno or 0)}") from error
+        if not is_directory:
+            raise UnavailableError(f"store {root} can't be reached: it is not a directory")
         return DirectoryStore(path)
     try:
         path.mkdir(exist_ok=True)

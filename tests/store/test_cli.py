@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -13,7 +14,9 @@ from tests.support.stores import JobBuilder, small_store
 
 from toprope import __version__
 from toprope.__main__ import GROUPS, PROGRAMS, main
+from toprope.store.errors import UnavailableError
 from toprope.store.objects.directory import DirectoryStore
+from toprope.store.objects.opening import open_store
 
 
 @pytest.fixture
@@ -154,10 +157,10 @@ def test_a_damaged_log_stops_everything_and_nothing_is_changed(
     spoil(root / f"gpt/log/{number:020d}.json")
     before = contents(root)
     for arguments in (
-        ("verify", root),
+        ("verify", root, "--job", "gpt"),
         ("restore", root, "--job", "gpt", "--to", tmp_path / "out"),
         ("show", root, "--job", "gpt"),
-        ("ls", root),
+        ("ls", root, "--job", "gpt"),
     ):
         assert ckpt(*arguments) == 2
         out, err = capsys.readouterr()
@@ -165,6 +168,25 @@ def test_a_damaged_log_stops_everything_and_nothing_is_changed(
         assert out == ""
     assert contents(root) == before
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_damaged_log_of_one_job_hides_no_other_one(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    spoil(root / "new" / "log" / f"{1:020d}.json")
+    assert ckpt("ls", root) == 2
+    out, err = capsys.readouterr()
+    assert [line.split()[:2] for line in out.splitlines()][1:] == [["gpt", "10"], ["gpt", "20"], ["gpt", "30"]]
+    assert err.startswith("job new: LOG_CORRUPT record 1 (new/log/")
+    assert ckpt("verify", root) == 2
+    out, err = capsys.readouterr()
+    assert out.splitlines()[0] == "DAMAGED  job new, log"
+    assert [line.split(":")[0] for line in out.splitlines()[2:]] == [
+        f"ok       job gpt, step {n}" for n in (10, 20, 30)
+    ]
+    assert "DAMAGED: 1 finding" in err
+    assert ckpt("verify", root, "--json") == 2
+    told = json.loads(capsys.readouterr().out)
+    assert (told["ok"], len(told["checkpoints"]), [one["job"] for one in told["damages"]]) == (False, 3, ["new"])
+    assert ckpt("verify", root, "--job", "gpt") == 0
 
 
 def test_nothing_to_verify_is_3(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -183,6 +205,22 @@ def test_a_store_that_cannot_be_reached_is_4(tmp_path: Path, capsys: pytest.Capt
     assert ckpt(command, tmp_path / "gone") == 4
     err = capsys.readouterr().err
     assert err == f"ckpt: store {tmp_path}/gone can't be reached: it does not exist or is not mounted\n"
+
+
+def test_a_store_that_may_not_be_looked_into_is_4(tmp_path: Path) -> None:
+    child = os.fork()
+    if child == 0:  # as somebody who is not root, to whom all is open
+        os.chmod(tmp_path, 0o700)  # noqa: PTH101 - as short as it can be
+        if os.getuid() == 0:
+            os.setuid(65534)
+        else:
+            os.chmod(tmp_path, 0)  # noqa: PTH101 - as above
+        try:
+            open_store(str(tmp_path / "store"))
+        except UnavailableError as error:
+            os._exit(4 if "can't be reached: Permission denied" in str(error) else 1)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 4
 
 
 def test_show_says_which_checkpoint_follows_which(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
