@@ -37,7 +37,7 @@ def reference(fork_server: ForkServer, tmp_path_factory: pytest.TempPathFactory)
             directory: Path = tmp_path_factory.mktemp("reference")
             ranks = World(server=fork_server, directory=directory, arguments=(*arguments, "--no-hooks"), world=world)
             ranks.start()
-            ranks.finish()
+            ranks.finish(timeout_s=300)
             known[world, arguments] = read_finals(ranks.out)
         return known[world, arguments]
 

@@ -69,7 +69,7 @@ class Job:
 
 
 @contextmanager
-def job_in_training(
+def job_in_training(  # noqa: PLR0913 - what a job is like
     directory: Path,
     server: ForkServer,
     services: ForkedServices,
@@ -77,8 +77,9 @@ def job_in_training(
     steps: int,
     delay_s: float = 0.0,
     standby: bool = False,
+    cadences: Cadences | None = None,
 ) -> Iterator[Job]:
-    cadences = Cadences(every=EVERY, local_every=EVERY, object_every=2 * EVERY)
+    cadences = cadences or Cadences(every=EVERY, local_every=EVERY, object_every=2 * EVERY)
     with running_cluster(directory, job=JOB, cadences=cadences, launch=services, standby=standby) as cluster:
         ranks = World(
             server=server,
