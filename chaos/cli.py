@@ -68,6 +68,22 @@ def sim(
     raise typer.Exit(1 if found.broken else 0)
 
 
+@chaos.command()
+def survive(
+    *,
+    nodes: Annotated[int, typer.Option(min=2, max=8, help="Every world of at most so many nodes is tried.")] = (
+        survival.NODES_MAX
+    ),
+) -> None:
+    """Try every set of losses that placements claim to survive, in every small world, and say what memory that takes.
+
+    Exit status 0 only when no snapshot was lost.
+    """
+    rows = survival.table(nodes_max=nodes)
+    print(survival.as_markdown(rows))
+    raise typer.Exit(1 if any(row.lost for row in rows) else 0)
+
+
 def _seeds(text: str, first: int) -> range:
     begin, colon, end = text.rpartition(":")
     if (begin.isdecimal() or not colon) and end.isdecimal():

@@ -27,21 +27,39 @@ class Aim:
     step: int = 0
     common_since: dict[int, float] = field(default_factory=dict)
     given_up: int = 0
+    steps_missed: int = 0
+    """So many steps were done while the last one that was gone for was copied; 0: copies keep up."""
     _until_s: float = 0.0
+    _guarded: int = 0
 
     def forget(self) -> None:
         """Go for nothing, and know nothing."""
-        self.step, self.given_up = 0, 0
+        self.step, self.given_up, self.steps_missed = 0, 0, 0
         self.common_since.clear()
 
-    def steer(self, safety: Safety, nodes: Sequence[Node], *, now_s: float) -> None:
-        """Choose what to go for from now on."""
+    def advice(self, every: int) -> str:
+        """Return what cadence copies could keep up with, if not with this one."""
+        enough = every
+        while enough < self.steps_missed:
+            enough *= 2
+        return (
+            f"copies are slower than the cadence: {self.steps_missed} steps were done while one was copied; "
+            f"--every {enough} would keep up"
+        )
+
+    def steer(self, safety: Safety, nodes: Sequence[Node], *, reached: int, now_s: float) -> None:
+        """Choose what to go for from now on; ``reached`` is the newest step of any rank."""
         open_steps = [step for step in safety.common if step > safety.guarded_step]
         self.common_since = {step: self.common_since.get(step, now_s) for step in open_steps}
         if self.step in open_steps and now_s < self._until_s:
             return
         if self.step in open_steps:
             self.given_up = self.step
+        if self.step:
+            self.steps_missed = reached - self.step
+        elif safety.guarded_step > self._guarded:
+            self.steps_missed = 0  # one was protected that nobody had to go for
+        self._guarded = safety.guarded_step
         slow = [step for step in open_steps if step > self.given_up and now_s - self.common_since[step] >= SLOW_AFTER_S]
         self.step = max(slow, default=0)
         largest = max((c.bytes for node in nodes for c in node.inventory.copies if c.step == self.step), default=0)

@@ -82,7 +82,7 @@ class Core:
         self._phase_since_s = now_s
         self.requests = Requests()
         self._keep: tuple[Kept, ...] = ()
-        self._aim = Aim()
+        self.aim = Aim()
         self._extra_step = 0
         self.commits = self._new_commits()
         self._probing: set[str] = set()
@@ -210,7 +210,7 @@ class Core:
         self._phase_since_s = now_s
         self.protected_at_s = now_s
         self._extra_step = 0
-        self._aim.forget()
+        self.aim.forget()
         self.commits = self._new_commits()
         for node in self.roll.all():
             self.commits.collect(node.inventory)
@@ -331,7 +331,7 @@ class Core:
             world=attempt.world_size,
             copies=self.settings.copies,
             placed=self.placing.plan.copies,
-            aim=self._aim.step,
+            aim=self.aim.step,
         )
 
     def _steer_keep(self, safety: protection.Safety | None, now_s: float) -> tuple[tuple[Kept, ...], int]:
@@ -353,10 +353,16 @@ class Core:
 
     def _steer_aim(self, safety: protection.Safety | None, now_s: float) -> int:
         if safety is None or not self.placing.plan.copies:
-            self._aim.forget()
+            self.aim.forget()
         else:
-            self._aim.steer(safety, self.roll.alive(), now_s=now_s)
-        return self._aim.step
+            self.aim.steer(safety, self.roll.alive(), reached=self._reached(), now_s=now_s)
+        return self.aim.step
+
+    def _reached(self) -> int:
+        """Return the newest step that a rank of the current attempt has told of."""
+        attempt = self.log_view.state.attempt
+        states = (state for node in self.roll.alive() for state in node.inventory.ranks)
+        return max((state.step for state in states if attempt and state.attempt_uid == attempt.uid), default=0)
 
     def _steer_extra(self) -> list[Effect]:
         attempt = self.log_view.state.attempt

@@ -171,6 +171,8 @@ def _alarms(core: Core, safety: Safety | None, *, broker: str, age_s: float) -> 
         alarms.append(f"READY is {unready} steps behind the ranks: is the object store full or away?")
     if broker == "away":
         alarms.append("the broker is away; documents go by HTTP")
+    alarms += [f"node {node.name}: {text}" for node in core.roll.alive() for text in node.inventory.troubles]
+    alarms += [core.aim.advice(core.settings.cadence.every)] if core.aim.steps_missed else []
     for node in core.roll.alive():
         skips = [skip for skip in node.inventory.skipped if attempt is not None and skip.attempt_uid == attempt.uid]
         if skips:

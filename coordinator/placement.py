@@ -8,6 +8,7 @@ none would be better, so that a change moves as little as possible.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
@@ -77,9 +78,10 @@ def place(sites: Sequence[Site], *, before: Mapping[str, Sequence[str]], copies:
         for node in before.get(owner.node, ())[:copies]:
             if node in placing.by_name and node not in {owner.node, *placing.holders[owner.node]}:
                 placing.add(owner, node)
-    for owner in placing.owners:
-        while len(placing.holders[owner.node]) < copies and (best := placing.best(owner)) is not None:
-            placing.add(owner, best)
+    for held in range(copies):  # one for each before another for any: the far ones must do for all
+        for owner in placing.by_need():
+            if len(placing.holders[owner.node]) == held and (best := placing.best(owner)) is not None:
+                placing.add(owner, best)
     while any(placing.improve(owner) for owner in placing.owners):  # each move is for the better, so this ends
         pass
     return placing.plan()
@@ -98,6 +100,11 @@ class _Placing:
         self._at = {name: at for at, name in enumerate(self._ring)}
         self._share = -(-copies * sum(owner.ranks for owner in self.owners) // max(1, len(sites)))
         self._common = set(sites[0].domain).intersection(*(site.domain for site in sites)) if sites else set()
+
+    def by_need(self) -> list[Site]:
+        """Return the owners, those that share a label with most others, and so have the least choice, first."""
+        crowd = Counter(label for site in self.by_name.values() for label in set(site.domain) - self._common)
+        return sorted(self.owners, key=lambda owner: -max((crowd[label] for label in owner.domain), default=0))
 
     def add(self, owner: Site, node: str) -> None:
         self.holders[owner.node] += (node,)
@@ -136,7 +143,7 @@ class _Placing:
         return False
 
     def _badness(self, owner: Site, node: str, others: Sequence[str]) -> tuple[bool, int, int]:
-        """Say if a node fails together with owner or ``others``; return how far it is over its share, what they share."""
+        """Say if a node fails together with owner or ``others``, how far it is over its share, what they share."""
         site = self.by_name[node]
         beside = [owner, *(self.by_name[other] for other in others)]
         over = max(0, self._load[node] + owner.ranks - self._share)

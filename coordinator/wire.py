@@ -26,6 +26,7 @@ import msgspec
 FORMAT = 3
 MAX_INVENTORY_BYTES = 256 * 1024
 MAX_DESIRED_BYTES = 16 * 1024 * 1024
+TROUBLES_MAX = 16
 MAX_OPEN_BYTES = 16 * 1024 * 1024
 MAX_HEALTH_BYTES = 4096
 
@@ -147,6 +148,8 @@ class Inventory(_Document, frozen=True, kw_only=True):
     skipped: tuple[Skip, ...] = ()
     read_backs: tuple[ReadBack, ...] = ()
     reading: bool = False
+    troubles: tuple[str, ...] = ()
+    """What costs this node a tier now, for people: what does not fit, and what fails or hangs."""
 
 
 class Presence(_Document, frozen=True, kw_only=True):

@@ -9,9 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import assert_never
 
-from toprope.coordinator.wire import AttemptView, Desired, Inventory, ReadBack
+from toprope.coordinator.wire import AttemptView, Desired, Inventory, Placement, ReadBack
 from toprope.sidecar import effects as do
 from toprope.sidecar import events as on
+from toprope.sidecar.admission import copies_of, memory_advice
 from toprope.sidecar.conversation import Conversation, Trainer
 from toprope.sidecar.effects import Effect
 from toprope.sidecar.events import Event
@@ -137,6 +138,8 @@ class Core:
                 return self._on_store_failed(event)
             case on.LeftoversRead():
                 self.leftovers_read = True
+            case on.DiskSeen():
+                self.tiers.disk_room = event.free + sum(shard.bytes for shard in self.tiers.local)
             case on.ReadBackDone():
                 self.reading.discard(event.result.key)
                 self.read_backs[event.result.key] = event.result
@@ -200,10 +203,15 @@ class Core:
         return [] if reason is None else [do.Exit(reason=reason)]
 
     def _on_slots_refused(self, event: on.SlotsRefused) -> list[Effect]:
-        self.slots.refuse(event.rank, now_s=self.now_s)
-        return [
-            do.Shout(what="no-room", text=f"rank {event.rank} has no slots, its snapshots are skipped: {event.reason}")
-        ]
+        held = self.peers.sizes_of_ranks({place.owner for place in self._placed_here()})
+        advice = memory_advice(self.slots.wanted_bytes, held, copies=copies_of(self.desired), room=event.room)
+        reason = f"{event.reason}. {advice}"
+        self.slots.refuse(event.rank, reason, now_s=self.now_s)
+        return [do.Shout(what="no-room", text=f"rank {event.rank} has no slots, its snapshots are skipped: {reason}")]
+
+    def _placed_here(self) -> list[Placement]:
+        placement = self.desired.placement if self.desired is not None else ()
+        return [place for place in placement if place.holder == self.me.node]
 
     def _on_dropped(self, event: on.SlotDropped) -> list[Effect]:
         shout = do.Shout(what="dropped", text=f"rank {event.rank} slot {event.slot} was dropped: {event.reason}")
@@ -337,7 +345,7 @@ class Core:
         ]
         effects += self.tiers.plan(self.slots.hashed(), desired.cadence, attempt_uid=uid, now_s=self.now_s)
         effects += self.tiers.retire_local(kept=kept)
-        owners = {place.owner: place.url for place in desired.placement if place.holder == self.me.node and place.url}
+        owners = {place.owner: place.url for place in self._placed_here() if place.url}
         if tuple(sorted(owners.items())) != self.followed:
             self.followed = tuple(sorted(owners.items()))
             effects.append(do.Follow(owners=self.followed))
@@ -388,7 +396,7 @@ class Core:
             if waiting:
                 effects += self.restore.plan(attempt, waiting, self._ways(attempt), now_s=self.now_s)
         for trainer in self.conversation.in_order():
-            effects += self.restore.tell(trainer, desired)
+            effects += self.restore.tell(trainer, desired, no_slots=self.slots.refusals.get(trainer.rank, ""))
         keep = attempt.uid if attempt is not None and attempt.phase in {"opened", "staged"} else ""
         if keep != self.stage_kept:
             self.stage_kept = keep

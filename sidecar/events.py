@@ -56,10 +56,11 @@ class SlotsSeen:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlotsRefused:
-    """Slots could not be made: there is no room."""
+    """Slots could not be made: there is no room, but ``room`` bytes for all that lies in memory here."""
 
     rank: int
     reason: str
+    room: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,6 +112,13 @@ class LocalStored:
     path: str
     slot: int | None
     job_uid: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DiskSeen:
+    """So many bytes are free on this node's disk."""
+
+    free: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -250,7 +258,7 @@ class Tick:
 
 OfService: TypeAlias = Tick | FrameArrived | ConnectionClosed | OpenAnswered | DesiredArrived | DesiredConfirmed
 OfSlots: TypeAlias = SlotsSeen | SlotsRefused | SlotHeld | SlotHashed | SlotDropped
-OfTiers: TypeAlias = LocalStored | ObjectStored | StoreFailed | LeftoversRead | ReadBackDone | ReadBackFailed
+OfTiers: TypeAlias = LocalStored | ObjectStored | StoreFailed | LeftoversRead | DiskSeen | ReadBackDone | ReadBackFailed
 OfPeers: TypeAlias = SpareSeen | OwnerSeen | Pulled | PullFailed | Acked | ServeBegan | ServeEnded
 OfRestore: TypeAlias = ShardStaged | StageFailed | CopyDoubted
 Event: TypeAlias = OfService | OfSlots | OfTiers | OfPeers | OfRestore

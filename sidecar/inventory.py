@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import msgspec
 
 from toprope.coordinator.wire import Copy, Desired, Inventory, RankState, ReadBack
+from toprope.sidecar.admission import troubles
 from toprope.sidecar.conversation import Conversation, RankNotes
 from toprope.sidecar.peer_book import PeerBook
 from toprope.sidecar.restore_book import RestoreBook
@@ -78,6 +79,7 @@ class Books:
             skipped=tuple(self.slots.skipped),
             read_backs=read_backs,
             reading=reading,
+            troubles=troubles(self.slots, self.tiers, self.peers),
         )
 
 

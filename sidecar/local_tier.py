@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import re
 import zlib
 from collections.abc import Iterator
@@ -96,6 +97,11 @@ class LocalTier:
         """Delete a copy: its receipt first, so that it is never listed without data."""
         self._disk.remove(path.with_name(f"{path.name}.receipt"))
         self._disk.remove(path)
+
+    def free_bytes(self) -> int:
+        """Return how many bytes the disk has free."""
+        stat = os.statvfs(self._directory)
+        return stat.f_bavail * stat.f_frsize
 
     def sweep(self) -> None:
         """Remove what crashes have left. Not while anything is stored: it would be taken for a leftover."""

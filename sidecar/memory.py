@@ -211,6 +211,12 @@ class Memory:
                 allowed = f"--memory {self._limit_bytes} leaves {left}. Raise it, or give none"
                 raise NoRoomError(f"{what}: {more} bytes of memory needed; {allowed}")
 
+    def room(self) -> int:
+        """Return how many bytes this job may have here in all, those that it has among them."""
+        used = used_bytes(self.root)
+        available = measure(self.root).available + used
+        return available if self._limit_bytes is None else min(available, self._limit_bytes)
+
     def _remove(self, path: Path) -> None:
         with self._mutex:
             self._maps.pop(path, None)  # closed when the last view of it is gone

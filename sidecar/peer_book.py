@@ -52,6 +52,8 @@ class PeerBook:
     spares: dict[tuple[int, int], Spare] = field(default_factory=dict)
     owners: dict[str, Inventory] = field(default_factory=dict)
     retry_at_s: dict[int, float] = field(default_factory=dict)
+    reasons: dict[int, str] = field(default_factory=dict)
+    """By rank why the last pull came to nothing."""
 
     def held(self) -> list[tuple[int, Shard]]:
         """Return the spare's number and the shard of each verified copy."""
@@ -76,11 +78,13 @@ class PeerBook:
     def on_pulled(self, event: Pulled, *, now_s: float) -> None:
         """Take in a verified copy."""
         self.spares[event.shard.rank, event.spare] = Spare(held=event.shard, held_at_s=now_s)
+        self.reasons.pop(event.shard.rank, None)
 
     def on_failed(self, event: PullFailed, *, now_s: float) -> None:
         """Take in that a pull came to nothing; the spare is empty, and the rank is tried again soon."""
         self.spares[event.shard.rank, event.spare] = Spare()
         self.retry_at_s[event.shard.rank] = now_s + RETRY_S
+        self.reasons[event.shard.rank] = event.reason
 
     def drop(self, rank: int, number: int) -> None:
         """Forget a copy that was found to be damaged."""
@@ -112,6 +116,8 @@ class PeerBook:
                 if number is not None:
                     self.spares[shard.rank, number] = Spare(pulling=shard)
                     pulls.append(Pull(url=owners[node], shard=shard, spare=number))
+        here = {state.rank for node in owners if node in self.owners for state in self.owners[node].copies}
+        self.reasons = {rank: reason for rank, reason in self.reasons.items() if rank in here}
         return [*sorted(pulls, key=lambda pull: -pull.shard.step)]
 
     def _has(self, shard: Shard) -> bool:
@@ -135,6 +141,12 @@ class PeerBook:
             if not spares[number].uses and expendable.covers(other, spares[number], newest_kept, place_for=shard)
         ]
         return min(over)[1] if over else None
+
+    def sizes_of_ranks(self, owners: set[str]) -> dict[int, int]:
+        """Return the bytes that each rank of these owners has announced, or has a copy of."""
+        inventories = [self.owners[node] for node in sorted(owners & set(self.owners))]
+        sizes = {copy.rank: copy.bytes for one in inventories for copy in one.copies if copy.tier == "memory"}
+        return sizes | {state.rank: state.state_bytes for one in inventories for state in one.ranks}
 
     def release(self, *, owners: frozenset[str], kept: frozenset[tuple[str, int]], attempt_uid: str) -> list[Effect]:
         """Give back the memory of copies that are neither placed here any more nor kept, nor newer than what is.

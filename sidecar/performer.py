@@ -40,6 +40,7 @@ from toprope.trainer_hooks.link import wire
 TICK_S = 0.25
 CANCEL_AGAIN_S = 0.5
 WATCH_RETRY_S = 0.5
+DISK_EVERY_S = 10.0
 
 log = logging.getLogger("toprope.sidecar")
 
@@ -169,7 +170,8 @@ class Sidecar:
         try:
             await self._threads.run("slots", self._parts.memory.make_slots, effect.rank, effect.slots, effect.bytes)
         except (NoRoomError, OSError) as error:
-            self.post(on.SlotsRefused(rank=effect.rank, reason=str(error)))
+            room = await self._threads.run("slots", self._parts.memory.room)
+            self.post(on.SlotsRefused(rank=effect.rank, reason=str(error), room=room))
             return
         log.info("rank %d: %d slots of %d bytes made", effect.rank, len(effect.slots), effect.bytes)
         await self._look(effect.rank, made=True)
@@ -348,7 +350,7 @@ class Sidecar:
             threads=self._threads,
             bytes_per_s=self.config.scrub_bytes_per_s,
         )
-        return self.tick(), scrub.run(), *self.documents.loops()
+        return self.tick(), scrub.run(), self.watch_disk(), *self.documents.loops()
 
     def drain(self) -> None:
         """End as soon as all is safe elsewhere, or the grace is over; told twice, end now."""
@@ -369,6 +371,17 @@ class Sidecar:
         elif self._loop.time() >= until_s:
             log.warning("ends, for its grace of %g s is over: %s", self.config.grace_s, left)
             self.stop.set()
+
+    async def watch_disk(self) -> None:
+        """Tell the core now and then how much room the disk has."""
+        while True:
+            try:
+                free = await self._threads.run("disk", self._parts.local.free_bytes)
+            except OSError as error:
+                self._shouts.shout("local-failed", f"{self.config.job_local}: {error.strerror}")
+            else:
+                self.post(on.DiskSeen(free=free))
+            await asyncio.sleep(DISK_EVERY_S)
 
     async def tick(self) -> None:
         """Let time pass in the core."""

@@ -82,6 +82,8 @@ class SlotBook:
     wanted_bytes: dict[int, int] = field(default_factory=dict)
     making: set[int] = field(default_factory=set)
     retry_at_s: dict[int, float] = field(default_factory=dict)
+    refusals: dict[int, str] = field(default_factory=dict)
+    """By rank why there are no slots of the size that it announced."""
     skipped: list[Skip] = field(default_factory=list)
     asked: dict[int, tuple[str, int]] = field(default_factory=dict)
     """By rank the sealed step that its trainer wants in each tier."""
@@ -113,6 +115,7 @@ class SlotBook:
         """Take in slots as they lie in memory: adopt new ones, notice dead owners, finish what a lost frame said."""
         if event.made:
             self.making.discard(event.rank)
+            self.refusals.pop(event.rank, None)
         effects: list[Effect] = []
         for sight in event.sights:
             record = self.slots.get((event.rank, sight.slot))
@@ -275,8 +278,9 @@ class SlotBook:
             del self.slots[to.rank, number]
         return [RemoveSlots(rank=to.rank, slots=small)] if small else []
 
-    def refuse(self, rank: int, *, now_s: float) -> None:
+    def refuse(self, rank: int, reason: str, *, now_s: float) -> None:
         """Take in that there was no room; it is tried again later."""
+        self.refusals[rank] = reason
         self.making.discard(rank)
         self.retry_at_s[rank] = now_s + RETRY_S
 

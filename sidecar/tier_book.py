@@ -41,6 +41,8 @@ class TierBook:
     failures: dict[SlowTier, int] = field(default_factory=dict)
     reasons: dict[SlowTier, str] = field(default_factory=dict)
     quarantined: bool = False
+    disk_room: int | None = None
+    """Bytes of local copies that this node's disk has room for, those that are there among them."""
     crowded: bool = False
     """The disk had no room for the last one: of each rank only the newest copy stays, until one has landed."""
     jobs: dict[Shard, str] = field(default_factory=dict)

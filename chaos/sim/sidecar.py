@@ -265,7 +265,7 @@ class SimSidecar:
     async def _make_slots(self, effect: do.MakeSlots) -> None:
         await self._pause(0.05)
         if self.node.no_room:
-            self.post(on.SlotsRefused(rank=effect.rank, reason="simulated: no room"))
+            self.post(on.SlotsRefused(rank=effect.rank, reason="simulated: no room", room=0))
             return
         for number in effect.slots:
             self._memory.slots[effect.rank, number] = File(bytearray(effect.bytes), page=Page(rank=effect.rank))

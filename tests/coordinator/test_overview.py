@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 from tests.support.reigns import Reign, training
 
+from toprope.coordinator.events import Heard
 from toprope.coordinator.overview import overview
 
 
@@ -27,6 +28,36 @@ def test_ranks_that_run_ahead_of_ready_by_more_than_two_intervals_are_an_alarm()
     assert alarms_of(reign) == []
     train_to(reign, 18)
     assert alarms_of(reign) == ["READY is 18 steps behind the ranks: is the object store full or away?"]
+
+
+def test_what_costs_a_node_a_tier_is_an_alarm_with_its_name() -> None:
+    reign = training()
+    node = reign.nodes["a"]
+    inventory = msgspec.structs.replace(node.say(), troubles=("the local tier fails: full",))
+    reign.do(Heard(inventory=inventory, live=True, now_s=reign.now_s))
+    told = overview(reign.core, broker="connected", now_s=reign.now_s).alarms
+    assert "node a: the local tier fails: full" in told
+    reign.hear("a")
+    assert not [alarm for alarm in overview(reign.core, broker="none", now_s=0.0).alarms if "local tier" in alarm]
+
+
+def test_the_cadence_that_slow_copies_could_keep_up_with_is_named_until_they_keep_up() -> None:
+    reign = training()
+
+    def told() -> list[str]:
+        alarms = overview(reign.core, broker="connected", now_s=reign.now_s).alarms
+        return [alarm for alarm in alarms if alarm.startswith("copies are slower")]
+
+    reign.hold(2, tiers=("memory",))
+    reign.wait(6)
+    train_to(reign, 9)
+    assert told() == []
+    reign.hold(2, tiers=("peer",))
+    assert told() == [
+        "copies are slower than the cadence: 7 steps were done while one was copied; --every 8 would keep up"
+    ]
+    reign.hold(10, tiers=("memory", "peer"))
+    assert told() == []
 
 
 def test_the_alarm_ends_when_a_newer_step_is_ready() -> None:

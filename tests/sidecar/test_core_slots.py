@@ -372,7 +372,7 @@ def test_without_room_training_goes_on_and_it_is_tried_again() -> None:
     driver.attempt()
     driver.hello()
     driver.frame(wire.Size(bytes=100))
-    driver.on(on.SlotsRefused(rank=0, reason="needs 300 bytes"))
+    driver.on(on.SlotsRefused(rank=0, reason="needs 300 bytes", room=200))
     assert [shout.what for shout in driver.all(do.Shout)] == ["no-room"]
     assert driver.all(do.MakeSlots) == []
     driver.tick(5.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -286,3 +287,32 @@ def test_no_rank_asks_again_after_another_that_did_not_fit_since_that_one_has_en
 def test_no_rank_trains_before_all_have_applied(memory_dir: Path) -> None:
     with pytest.raises(RestoreError, match="failed while it was applied; this process must end"):
         saved_then_restored_with_a_refusal(memory_dir, "applied")
+
+
+def test_a_trainer_whose_slots_do_not_fit_says_so_with_what_the_sidecar_says(
+    sidecar: FakeSidecar, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = tiny()
+    checkpointer = Checkpointer(job="j", socket=sidecar.socket_path, **trainer.named())
+    sidecar.lend = False
+    checkpointer.restore()
+    session = checkpointer._session
+    assert session is not None
+    frame = wire.Desired(
+        attempt=1,
+        attempt_uid="ff" * 16,
+        schedule=wire.Schedule(from_step=0, every=1),
+        protected_step=0,
+        ready_step=0,
+        no_slots="300 bytes of memory needed, 20 bytes free",
+    )
+    with sidecar._mutex:
+        for peer in sidecar._peers:
+            sidecar._send(peer, frame)
+    while session.desired != frame:
+        threading.Event().wait(0.005)
+    for step in (1, 2):
+        trainer.step()
+        checkpointer.end_step(step)
+    assert checkpointer.stats.skipped == {"no memory for slots": 2}
+    assert "300 bytes of memory needed, 20 bytes free" in caplog.text

@@ -278,7 +278,8 @@ class Slot:
 class Desired:
     """Sidecar: the job as the coordinator wants it now, and what it knows to be safe (0: nothing yet).
 
-    ``extra_step``: all ranks save this step, due or not, and end there; 0: none.
+    ``extra_step``: all ranks save this step, due or not, and end there; 0: none. ``no_slots``: why this rank can have
+    no slots of the size that it told; empty: it has them, or they are being made.
     """
 
     kind: ClassVar[str] = "DESIRED"
@@ -288,6 +289,7 @@ class Desired:
     protected_step: int
     ready_step: int
     extra_step: int = 0
+    no_slots: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

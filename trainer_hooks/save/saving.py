@@ -167,7 +167,7 @@ class Saver:
             return
         grant = self._session.slots.take()
         if grant is None:
-            self._skip(step, "no free slot", "all slots are in use, or the sidecar has not made them yet")
+            self._skip_for_want_of_a_slot(step)
             return
         try:
             snapshot = self._capture()
@@ -183,6 +183,13 @@ class Saver:
             self._give_up(grant, step, needed, "state has grown", detail)
             return
         self._fill(grant, step, plan, snapshot)
+
+    def _skip_for_want_of_a_slot(self, step: int) -> None:
+        desired = self._session.desired
+        if desired is not None and desired.no_slots:
+            self._skip(step, "no memory for slots", desired.no_slots)
+        else:
+            self._skip(step, "no free slot", "all slots are in use, or the sidecar has not made them yet")
 
     def _plan_for(self, snapshot: Snapshot) -> Plan:
         if self._plan is None or not self._plan.fits(snapshot.tensors, snapshot.pieces):
