@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -127,17 +128,16 @@ def test_a_rank_that_stands_still_and_is_told_to_end_is_killed_at_once(tmp_path:
     assert "told to end (SIGTERM); it stood still" in kept.end()["why"]
 
 
-def test_what_torchrun_sends_to_the_keepers_group_arrives_once(tmp_path: Path) -> None:
-    counts = (
-        "import os, signal, sys, time; got = []\n"
-        "def on(*_):\n got.append(1)\n time.sleep(0.3)\n sys.exit(len(got))\n"
-        "signal.signal(signal.SIGTERM, on)\n" + SLEEPS.replace("import os, time; ", "")
-    )
-    kept = Kept(tmp_path, counts)
+def test_what_torchrun_sends_to_the_keepers_group_reaches_the_rank_by_the_keeper_alone(tmp_path: Path) -> None:
+    kept = Kept(tmp_path, SLEEPS)
     keeper = subprocess.Popen(kept.command, env={**os.environ, **kept.env}, start_new_session=True)
     wait_until(lambda: kept.rank() != 0, what="the rank runs", timeout_s=AWAITS_S)
+    os.kill(keeper.pid, signal.SIGSTOP)
     os.killpg(keeper.pid, signal.SIGTERM)
-    assert keeper.wait(AWAITS_S) == 1
+    time.sleep(0.3)
+    assert not gone(kept.rank()), "it would have heard it twice"
+    os.kill(keeper.pid, signal.SIGCONT)
+    assert keeper.wait(AWAITS_S) == -15
 
 
 def test_a_command_that_is_not_there_is_named(tmp_path: Path) -> None:
