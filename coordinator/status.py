@@ -31,8 +31,13 @@ def fetch(coordinator_url: str, *, job: str, token: str) -> bytes:
     """
     status, body, leader = _asked(coordinator_url, token)
     if status == http.HTTPStatus.CONFLICT and leader and leader != coordinator_url:
+        try:
+            status, body, _ = _asked(leader, token)
+        except UnavailableError as error:
+            raise UnavailableError(
+                f"the coordinator at {coordinator_url} stands by, and the leader that it names is away: {error}"
+            ) from None
         coordinator_url = leader
-        status, body, _ = _asked(leader, token)
     if status == http.HTTPStatus.UNAUTHORIZED:
         raise UsageError(f"the coordinator at {coordinator_url} wants its token: give --token-file")
     if status != http.HTTPStatus.OK:

@@ -19,6 +19,7 @@ from tests.support.stores import JobBuilder, small_store
 
 from toprope.coordinator.adapters.http import served
 from toprope.coordinator.basing import pinned_base
+from toprope.coordinator.wire import LEADER_HEADER
 from toprope.store.checkpoint.manifest import sha256
 from toprope.store.errors import UnavailableError
 from toprope.store.keep.holds import holding
@@ -120,6 +121,28 @@ def test_it_refuses_while_one_answers_that_reigned_before_the_last(
     assert asyncio.run(purge()) == 64
     assert "end it first" in capsys.readouterr().err
     assert asyncio.run(asyncio.to_thread(ckpt, "job", "purge", tmp_path, "other", "--confirm", "other")) == 0
+
+
+@pytest.mark.parametrize("knows", [True, False])
+def test_it_refuses_while_one_stands_by_whether_or_not_it_knows_a_leader_that_is_away(
+    two_jobs: DirectoryStore, tmp_path: Path, capsys: pytest.CaptureFixture[str], *, knows: bool
+) -> None:
+    leader = nobody_at() if knows else ""
+
+    async def stands_by(_: web.Request) -> web.Response:
+        raise web.HTTPConflict(headers={LEADER_HEADER: leader})
+
+    async def purge() -> int:
+        application = web.Application()
+        application.router.add_get("/v1/status", stands_by)
+        async with served(application, ANYWHERE) as url:
+            LogWriter(two_jobs, "other").add(Elected(url=url), Elected(url=nobody_at()))
+            return await asyncio.to_thread(ckpt, "job", "purge", tmp_path, "other", "--confirm", "other")
+
+    before = contents(tmp_path)
+    assert asyncio.run(purge()) == 64
+    assert "end it first" in capsys.readouterr().err
+    assert set(before) < set(contents(tmp_path)), "the two elections, and nothing gone"
 
 
 def nobody_at() -> str:
