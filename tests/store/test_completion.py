@@ -55,21 +55,52 @@ print(json.dumps(sorted({"typer", "msgspec", "rich", "boto3"} & set(sys.modules)
     assert json.loads(done.stdout.splitlines()[-1]) == []
 
 
-@pytest.mark.skipif(shutil.which("bash") is None, reason="there is no bash")
-def test_bash_completes_with_the_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--show-completion", "bash"]) == 0
-    (tmp_path / "script").write_text(capsys.readouterr().out)
-    (tmp_path / "ckpt").write_text(f'#!/bin/sh\nexec {sys.executable} -m toprope "$@"\n')
-    (tmp_path / "ckpt").chmod(0o755)
-    ask = """
+_BASH = """
 PATH="$1:$PATH"; . "$1/script"
 COMP_WORDS=(ckpt verify --sam); COMP_CWORD=2; _ckpt; echo "${COMPREPLY[*]}"
 COMP_WORDS=(ckpt ver); COMP_CWORD=1; _ckpt; echo "${COMPREPLY[*]}"
 complete -p ckpt
 """
-    command = ["bash", "-c", ask, "bash", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines() == ["--sample", "verify", "complete -o default -F _ckpt ckpt"]
+_ZSH = """
+compdef() { print "compdef $*" }; _describe() { print -l -- ${(P)2} }; _files() { print files }
+PATH="$1:$PATH"; source "$1/script"
+words=(ckpt verify --sam); CURRENT=3; _ckpt
+words=(ckpt ver); CURRENT=2; _ckpt
+words=(ckpt verify /tm); CURRENT=3; _ckpt
+"""
+_FISH = """
+set PATH $argv[1] $PATH; source $argv[1]/script
+complete --do-complete "ckpt verify --sam"; complete --do-complete "ckpt ver"
+"""
+SAMPLE, VERIFY = "Read only so many tensors of each checkpoint", "read everything back and check every digest"
+ASKED = {
+    "bash": (["bash", "-c", _BASH, "bash"], ["--sample", "verify", "complete -o default -F _ckpt ckpt"]),
+    "zsh": (
+        ["zsh", "-f", "-c", _ZSH, "zsh"],
+        ["compdef _ckpt ckpt", f"--sample:{SAMPLE}", f"verify:{VERIFY}", "files"],
+    ),
+    "fish": (["fish", "--no-config", "-c", _FISH], [f"--sample\t{SAMPLE}", f"verify\t{VERIFY}"]),
+}
+"""What asks a shell that has run our script for what may follow, and what it answers, at least."""
+
+
+@pytest.mark.parametrize("shell", ASKED)
+def test_a_shell_completes_with_its_script(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], shell: str
+) -> None:
+    if shutil.which(shell) is None:
+        pytest.skip(f"{shell} is not installed")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert main(["--show-completion", shell]) == 0
+    (tmp_path / "script").write_text(capsys.readouterr().out)
+    (tmp_path / "ckpt").write_text(f'#!/bin/sh\nexec {sys.executable} -m toprope "$@"\n')
+    (tmp_path / "ckpt").chmod(0o755)
+    command, answers = ASKED[shell]
+    done = subprocess.run([*command, str(tmp_path)], capture_output=True, text=True, check=True)
+    assert done.stderr == ""
+    told = done.stdout.splitlines()
+    assert len(told) == len(answers)
+    assert all(line.startswith(answer) for line, answer in zip(told, answers, strict=True)), told
 
 
 @pytest.mark.parametrize(
