@@ -426,6 +426,13 @@ class _Reader:
         self._at += len(self._piece)
         return self._piece
 
+    def readinto(self, into: memoryview, /) -> int:
+        """Fill ``into`` as far as there are bytes. With awscrt installed, botocore's signer asks for them so."""
+        count = min(len(into), len(self._view) - self._at)
+        into[:count] = self._view[self._at : self._at + count]
+        self._at += count
+        return count
+
     def seek(self, offset: int, whence: int = 0, /) -> int:
         """Go to another place."""
         self._at = max(0, offset + (0, self._at, len(self._view))[whence])

@@ -398,6 +398,18 @@ def test_an_answer_that_ends_early_is_no_object(strict: StrictS3) -> None:
     assert store.read(KEY) == LARGE
 
 
+def test_a_part_can_be_read_in_each_way_that_signers_and_senders_have() -> None:
+    """With awscrt installed botocore signs by it, and that reads into memory of its own, of just the length it has."""
+    body = s3._Reader(memoryview(LARGE))
+    into = bytearray(1000)
+    parts = []
+    while count := body.readinto(memoryview(into)):
+        parts.append(bytes(into[:count]))
+    assert b"".join(parts) == LARGE
+    assert body.seek(0) == 0
+    assert b"".join(iter(lambda: bytes(body.read(16)), b"")) == LARGE
+
+
 def test_an_answer_that_ends_early_fills_nothing_that_is_believed(strict: StrictS3) -> None:
     store = store_on(strict)
     store.create(KEY, LARGE)
