@@ -7,8 +7,9 @@ import logging
 import os
 import subprocess
 import sys
+import time
 import tracemalloc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -614,3 +615,66 @@ def test_a_cuda_state_comes_back_bit_for_bit(sidecar: FakeSidecar, made: list[Ch
             path = tmp_path / str(step)
             path.write_bytes(sidecar.wait_image(step))
             assert raw(open_image(path).tensor("model.weight")) == raw(model.weight)
+
+
+class Counted(nn.Module):
+    """Four tensors that say which step it is."""
+
+    def __init__(self, mib: int, device: str) -> None:
+        super().__init__()
+        for number in range(4):
+            self.register_buffer(f"b{number}", torch.zeros(mib << 16, device=device))  # a quarter of it each
+
+    def count(self, step: int) -> None:
+        """Ask the device for it, and don't wait."""
+        for buffer in self.buffers():
+            buffer.fill_(step)
+
+
+@pytest.mark.parametrize(
+    ("device", "mib", "steps"),
+    [
+        ("cpu", 4, 20),
+        pytest.param(
+            *("cuda", 1024, 200),
+            marks=[
+                *(pytest.mark.gpu, pytest.mark.long, pytest.mark.timeout(1200)),
+                pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
+            ],
+        ),
+    ],
+)
+def test_each_snapshot_of_a_busy_device_is_of_its_own_step(  # noqa: PLR0913, PLR0917 - fixtures
+    sidecar: FakeSidecar,
+    made: list[Checkpointer],
+    memory_dir: Path,
+    record_property: Callable[[str, object], None],
+    device: str,
+    mib: int,
+    steps: int,
+) -> None:
+    """The state is overwritten as soon as ``end_step`` returns, by what is queued behind what keeps the device busy."""
+    model = Counted(mib, device)
+    load = torch.ones(2048 if device == "cuda" else 64, 2048 if device == "cuda" else 64, device=device)
+    checkpointer = Checkpointer(job="j", model=model, socket=sidecar.socket_path)
+    made.append(checkpointer)
+    checkpointer.restore()
+    took_s = 0.0
+    for step in range(1, steps + 2):
+        if step > 1:
+            _wait_free(checkpointer, 1)
+        for _ in range(20):
+            torch.mm(load, load)
+        model.count(step)
+        began_s = time.perf_counter()
+        checkpointer.end_step(step)
+        took_s += time.perf_counter() - began_s
+        model.count(-1)
+        if step > 1:
+            path = memory_dir / "image"
+            path.write_bytes(sidecar.wait_image(step))
+            sidecar.images.clear()  # they are large
+            image = open_image(path)
+            assert all(bool((image.tensor(f"model.b{number}") == step).all()) for number in range(4)), step
+    assert checkpointer.stats.snapshots == steps
+    record_property(f"end_step with {mib} MiB on {device}, mean", f"{took_s / steps * 1000:.1f} ms")

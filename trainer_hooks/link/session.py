@@ -22,7 +22,8 @@ from toprope.trainer_hooks.link.channel import Channel
 from toprope.trainer_hooks.link.slots import LentSlots, SlotLockedError
 
 logger = logging.getLogger("toprope")
-MAX_HEARD = 256
+MAX_HEARD = 32
+"""How many answers are kept that nobody has waited for yet: each new connection says the newest again."""
 MAX_SOCKET_PATH_BYTES = 107
 _JOB = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
 _F = TypeVar("_F", wire.Attempt, wire.Staged, wire.Go)
