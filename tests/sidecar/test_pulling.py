@@ -17,6 +17,7 @@ from toprope.sidecar.ports import PeerError, Ports
 from toprope.sidecar.pulling import ASK_AGAIN_AFTER, GAP_BYTES, Puller, WrongBytesError
 from toprope.sidecar.values import Shard
 from toprope.store.digest import digest
+from toprope.trainer_hooks.link.slot import read_page
 
 UID = "1a" * 16
 FROZEN = 4 * GAP_BYTES
@@ -114,6 +115,28 @@ def test_a_copy_that_was_damaged_here_is_not_blamed_on_the_owner_and_is_no_base_
         pulled(puller, third, 0)
     assert pulled(puller, third, 0) > FROZEN
     assert held(puller, third, 0) == owner.images[3]
+
+
+def test_a_flip_on_the_receivers_side_of_the_wire_is_found_where_it_was_stored_and_the_next_try_is_good(
+    puller: Puller, owner: Owner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shard = owner.save(1)
+    honest = owner.receive
+
+    def flipped(url: str, into: memoryview, *, begin: int | None = None, paced: bool = False) -> None:
+        honest(url, into, begin=begin, paced=paced)
+        into[len(into) // 2] ^= 1
+
+    monkeypatch.setattr(owner, "receive", flipped)
+    with pytest.raises(WrongBytesError) as caught:
+        pulled(puller, shard, 0)
+    assert caught.value.found != shard.digest
+    page = puller._memory.spare(0, 0).page
+    assert not page.exists() or read_page(page) != shard.page(), "nothing says that it is held"
+    monkeypatch.setattr(owner, "receive", honest)
+    assert pulled(puller, shard, 0) == shard.bytes
+    assert held(puller, shard, 0) == owner.images[1]
+    assert read_page(page) == shard.page()
 
 
 def test_where_all_changes_digests_are_asked_for_now_and_then_only(puller: Puller, owner: Owner) -> None:
