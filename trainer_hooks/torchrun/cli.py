@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import signal
@@ -11,7 +12,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from toprope.trainer_hooks.errors import UsageError
 from toprope.trainer_hooks.torchrun import settings
@@ -75,8 +76,7 @@ def launch(words: Sequence[str]) -> int:
     command = args.command[1:] if args.command[:1] == ["--"] else args.command
     theirs = settings.without_program(command)
     os.environ.update(settings.ENVIRONMENT)
-    from torch.distributed import run  # noqa: PLC0415 - it takes seconds, and reads the environment
-
+    run = _torch("torch.distributed.run")
     given = run.get_args_parser().parse_args(theirs)
     if given.run_path:
         raise UsageError("--run-path: ckpt launch starts scripts and modules; give one")
@@ -107,23 +107,35 @@ def rendezvous(words: Sequence[str]) -> int:
         UsageError: it can't listen there.
     """
     args = rendezvous_parser().parse_args(words)
-    from torch.distributed import TCPStore  # type: ignore[attr-defined] # noqa: PLC0415 - it takes seconds
-
-    ends = {signal.SIGTERM, signal.SIGINT}
-    signal.pthread_sigmask(signal.SIG_BLOCK, ends)  # before the store makes threads, which inherit it
+    distributed = _torch("torch.distributed")
     host, port = _address(args.listen, what="--listen")
     try:
-        listening = socket.create_server((host, port), reuse_port=False)
+        listening = socket.create_server((host, port))
     except OSError as error:
         raise UsageError(f"--listen {args.listen}: {os.strerror(error.errno or 0)}; give another address") from error
     port = listening.getsockname()[1]
-    store = TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())
+    ends = {signal.SIGTERM, signal.SIGINT}
+    signal.pthread_sigmask(signal.SIG_BLOCK, ends)  # before the store makes threads, which inherit it
+    taken = listening.detach()
+    store = distributed.TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=taken)
     sys.stderr.write(f"ckpt rendezvous: serves at {host}:{port}\n")
     if args.ready_file is not None:
         _write_ready(args.ready_file, port)
     signal.sigwait(ends)
     del store
     return 0
+
+
+def _torch(module: str) -> Any:  # noqa: ANN401 - a module
+    """Import it now: it takes seconds, and reads the environment.
+
+    Raises:
+        UsageError: there is no torch.
+    """
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        raise UsageError(f"{error.name!r} is not installed: run this in the trainer's environment") from error
 
 
 def _write_ready(path: Path, port: int) -> None:
