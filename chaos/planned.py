@@ -85,6 +85,8 @@ class Planned:
         fault = self.fault
         if fault.during:
             return self._is_in_phase()
+        if fault.mtbf_s is not None:
+            return True  # whoever draws its time has made it now
         if isinstance(fault.at_step, int):
             return self.site.newest_step() >= fault.at_step
         begun_s = self.site.begun_s()
@@ -164,7 +166,7 @@ class Recurring:
 
     def _drawn(self) -> Fault:
         """Return what comes now: the fault itself, or one of several."""
-        fault = msgspec.structs.replace(self.fault, mtbf_s=None, at_s=0.0)
+        fault = self.fault
         if fault.do != ANY:
             return fault
         do, _, target = self.chance.choice([one.strip() for one in str(fault.how["among"]).split(";")]).partition(" ")

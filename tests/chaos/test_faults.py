@@ -317,6 +317,7 @@ def test_faults_that_recur_come_at_times_drawn_from_the_seed_one_after_another(j
             recurring.turn()
         return [(one.at_s, one.fault.do) for one in recurring.come]
 
+    assert fault.trigger == "every 5 s on average"
     with running(job):
         first = times(3)
         assert first == times(3) != times(4)
