@@ -55,7 +55,12 @@ class Counted(DirectoryStore):
 def test_small_tensors_are_a_handful_of_objects_and_syncs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced: Counter[str] = Counter()
     real = os.fsync
-    monkeypatch.setattr(os, "fsync", lambda descriptor: synced.update(all=1) or real(descriptor))
+
+    def counted(descriptor: int) -> None:
+        synced["all"] += 1
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", counted)
     store = Counted(tmp_path)
     builder = JobBuilder(store, image=many, codec="none").begin()
     for step in (10, 20):

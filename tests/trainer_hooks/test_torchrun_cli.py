@@ -12,6 +12,7 @@ import pytest
 import torch.distributed.run
 
 from toprope.__main__ import main
+from toprope.trainer_hooks.errors import UsageError
 from toprope.trainer_hooks.torchrun import cli
 
 Started = list[list[str]]
@@ -101,6 +102,6 @@ def test_without_torch_it_is_said_where_to_run(
         raise ModuleNotFoundError(f"No module named {name}", name="torch")
 
     monkeypatch.setattr("toprope.trainer_hooks.torchrun.cli.importlib.import_module", none)
-    with pytest.raises(cli.UsageError, match="'torch' is not installed: run this in the trainer's environment"):
+    with pytest.raises(UsageError, match="'torch' is not installed: run this in the trainer's environment"):
         cli.rendezvous([])
     assert capsys.readouterr().out == ""
