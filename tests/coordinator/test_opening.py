@@ -311,6 +311,8 @@ def test_a_trainer_that_does_not_fit_strikes_nothing_off_and_gets_no_other_sourc
     reign.hold(4, tiers=("memory", "peer"))
     restarted(reign)
     reign.verdict("staged", ranks=(1,), ok=False, reason="extra: unexpected here", misfit=True)
+    assert reign.desired.attempt is not None
+    assert reign.desired.attempt.misfit, "the others need not ask again"
     answer = reign.ask("a", "b", launch_id=OTHER, round_number=1)
     assert code(answer) == "refused"
     assert answer is not None
