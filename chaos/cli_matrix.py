@@ -113,5 +113,6 @@ def _run(cells: Sequence[Cell], *, as_json: bool) -> int:
     if as_json:
         _print_json(results)
     else:
-        typer.echo(f"{len(results)} faults in {len(cells)} cells, {wrong} went wrong")
+        simulated = len({(one["row"], one["phase"]) for one in results})
+        typer.echo(f"{len(results)} faults in {simulated} cells, {wrong} went wrong")
     return 1 if wrong else 0

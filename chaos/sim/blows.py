@@ -106,7 +106,7 @@ def in_the_middle_of_a_write(blow: Callable[[Scene], str]) -> Callable[[Scene], 
     def strike(scene: Scene) -> str:
         disk, before = scene.node.disk, scene.node.disk.on_death
         disk.dies_in = 2
-        told: list[str] = []
+        told = scene.later = []
 
         def dies() -> None:
             disk.on_death = before
@@ -271,7 +271,11 @@ def store_says(kind: StoreFault) -> Callable[[Scene], str]:
     def strike(scene: Scene) -> str:
         store = scene.world.store
 
-        def drawn(who: str, key: str) -> StoreFault | None:  # noqa: ARG001 - whoever calls, and for whatever
+        told = scene.later = []
+
+        def drawn(who: str, key: str) -> StoreFault | None:
+            if not told:
+                told.append(f"the first is of {who}, {key}")
             return kind
 
         store._drawn = drawn  # type: ignore[method-assign]  # noqa: SLF001 - the store of one history

@@ -57,6 +57,7 @@ class Scene:
     """Where a fault strikes: the phase that a process has just entered or is in the middle of, or has just left.
 
     ``for_s``: how long the fault lasts, until all of ``undo``. ``loud`` is the typed error that somebody met.
+    ``later`` takes the witness of a blow that comes only after its strike; while it is empty, none has come.
     """
 
     world: World
@@ -67,6 +68,7 @@ class Scene:
     for_s: float = 0.0
     undo: list[Callable[[], None]] = field(default_factory=list)
     loud: str = ""
+    later: list[str] | None = None
 
     @property
     def rank(self) -> int:
@@ -262,8 +264,8 @@ class _Watch:
         return Seen(
             phase=self._phase,
             fault=self._fault.name,
-            fired=True,
-            witness=self._witness,
+            fired=scene.later is None or bool(scene.later),
+            witness=self._witness if scene.later is None else "; ".join((self._witness, *scene.later)),
             entered_s=entered.at_s,
             struck_s=scene.at_s,
             left_s=max(left, scene.at_s),
