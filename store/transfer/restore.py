@@ -61,7 +61,10 @@ def plan(state: JobState, *, step: int | None = None) -> tuple[int, ...]:
     of_step = [seq for seq in state.live if state.readies[seq].step == step]
     if not of_step:
         have = sorted({state.readies[seq].step for seq in state.live})
-        raise NothingToVerifyError(f"job {state.job}: no READY checkpoint of step {step}; there are steps {have}")
+        newer = "; what is newer is not READY yet" if step > max(have, default=0) else ""
+        raise NothingToVerifyError(
+            f"job {state.job}: no READY checkpoint of step {step}; there are steps {have}{newer}"
+        )
     return (of_step[-1],)
 
 
