@@ -22,6 +22,7 @@ from toprope.trainer_hooks.link import wire
 from toprope.trainer_hooks.link.slot import Page, SlotState, write_page
 
 PATIENCE_S = 20.0
+_BLOCK_BYTES = 1_000_003
 F = TypeVar("F", bound=wire.FromSidecar)
 
 
@@ -30,7 +31,8 @@ def image(  # noqa: PLR0913 - what an image says of itself
 ) -> bytes:
     """Return a valid shard image whose bytes depend on all of these; ``frozen`` is a tensor of its own if it is any."""
     seed = f"{attempt_uid}/{step}/{rank}".encode()
-    data = hashlib.shake_128(seed).digest(payload)
+    block = hashlib.shake_128(seed).digest(min(payload, _BLOCK_BYTES))  # to make more takes long, and stops all threads
+    data = (block * -(-payload // max(1, len(block))))[:payload]
     document = json.dumps({"step": f"{step:09d}"}).encode()
     header: dict[str, dict[str, object]] = {
         "__metadata__": {
