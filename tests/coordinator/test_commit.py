@@ -151,6 +151,7 @@ async def reigning(store: FakeStore | None = None, node: FakeNode | None = None)
         token="",
         ready_file=None,
         heartbeat_s=0.05,
+        patience_s=0.1,
         tick_s=0.02,
     )
     coordinator = Terms(config)
@@ -392,7 +393,9 @@ async def test_a_store_that_loses_requests_and_replies_still_gets_each_record_on
     assert (state.attempt_number, len(state.readies)) == (1, 1)
 
 
-async def test_a_coordinator_that_finds_a_later_term_in_the_log_leads_no_more_and_stands_by() -> None:
+async def test_a_coordinator_that_finds_a_later_term_stands_by_and_leads_again_when_that_one_is_silent() -> (
+    None
+):
     async with reigning() as live:
         waiting = asyncio.ensure_future(live.coordinator.desired_after(99, 0))
         other = Log(ThreadedStore(live.store), JOB, writer_id="other", url="http://other")
@@ -404,6 +407,12 @@ async def test_a_coordinator_that_finds_a_later_term_in_the_log_leads_no_more_an
         with pytest.raises(NotLeadingError) as caught:
             live.coordinator.desired()
         assert caught.value.leader == "http://other"
+        async with asyncio.timeout(PATIENCE_S):
+            while live.coordinator.health().role != "leader":  # noqa: ASYNC110 - the other one never says a word
+                await asyncio.sleep(0.01)
+            while live.coordinator.reign is None or live.coordinator.reign.core is None:  # noqa: ASYNC110 - it begins
+                await asyncio.sleep(0.01)
+        assert live.coordinator.health().term == 3, "it was elected once"
 
 
 async def test_the_next_term_offers_the_newest_ready_that_is_whole() -> None:
