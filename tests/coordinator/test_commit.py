@@ -393,9 +393,7 @@ async def test_a_store_that_loses_requests_and_replies_still_gets_each_record_on
     assert (state.attempt_number, len(state.readies)) == (1, 1)
 
 
-async def test_a_coordinator_that_finds_a_later_term_stands_by_and_leads_again_when_that_one_is_silent() -> (
-    None
-):
+async def test_a_coordinator_that_finds_a_later_term_stands_by_and_leads_again_when_that_one_is_silent() -> None:
     async with reigning() as live:
         waiting = asyncio.ensure_future(live.coordinator.desired_after(99, 0))
         other = Log(ThreadedStore(live.store), JOB, writer_id="other", url="http://other")
