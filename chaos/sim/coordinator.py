@@ -17,6 +17,7 @@ import msgspec
 from toprope.chaos.sim.broker import BrokerClient
 from toprope.chaos.sim.loop import Process
 from toprope.chaos.sim.net import NetError
+from toprope.chaos.sim.options import Options
 from toprope.chaos.sim.oracle import HOLD_TTL_S
 from toprope.coordinator.adapters.objects import ThreadedStore, collected
 from toprope.coordinator.config import Config
@@ -58,7 +59,7 @@ class Host:
         cadence = Cadence(
             from_step=0, every=options.every, local_every=options.local_every, object_every=options.object_every
         )
-        self._real = Terms(_config(world.job, cadence, retain=options.retain), wall_s=lambda: int(world.loop.time()))
+        self._real = Terms(_config(world.job, cadence, options), wall_s=lambda: int(world.loop.time()))
         self._stop = asyncio.Event()
 
     def start(self) -> None:
@@ -249,7 +250,7 @@ class _Others:
             return "refused" if str(error).endswith("connection refused") else "silent"
 
 
-def _config(job: str, cadence: Cadence, *, retain: str) -> Config:
+def _config(job: str, cadence: Cadence, options: Options) -> Config:
     return Config(
         job=job,
         store="simulated",
@@ -262,7 +263,8 @@ def _config(job: str, cadence: Cadence, *, retain: str) -> Config:
         verdict_deadline_s=VERDICT_DEADLINE_S,
         tick_s=1.0,
         patience_s=_PATIENCE_S,
-        retain=retain or None,
+        retain=options.retain or None,
+        copies=options.copies,
     )
 
 

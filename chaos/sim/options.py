@@ -96,6 +96,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     store_fault: float
     retain: str
     faults: tuple[str, ...]
+    copies: int = 1
     script: tuple[Trouble, ...] = ()
 
     def __str__(self) -> str:
@@ -106,7 +107,9 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 def draw(rng: random.Random, **narrow: Any) -> Options:  # noqa: ANN401 - fields of Options
     """Return what a history is like; ``narrow`` is said instead of drawn."""
     drawn, seed = _drawn(rng), rng.getrandbits(64)
-    options = msgspec.structs.replace(drawn, **(narrow or random.Random(seed + 1).choice(WORLDS)))
+    copies = random.Random(seed + 2).choice((0, 1, 1, 1, 2, 2))
+    world = narrow or {"copies": copies, **random.Random(seed + 1).choice(WORLDS)}
+    options = msgspec.structs.replace(drawn, **world)
     return msgspec.structs.replace(options, script=_script(options, random.Random(seed)))
 
 

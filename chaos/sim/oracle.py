@@ -50,9 +50,9 @@ class Violation:
 
 
 class Oracle:
-    """Judges one history. ``stop`` is called at the first violation."""
+    """Judges one history, in which so many ``copies`` are wanted. ``stop`` is called at the first violation."""
 
-    def __init__(self, job: str, store: SimStore, trace: Trace, *, stop: Callable[[], None]) -> None:
+    def __init__(self, job: str, store: SimStore, trace: Trace, *, stop: Callable[[], None], copies: int = 1) -> None:
         self.golden: dict[Snapshot, str] = {}
         self.violation: Violation | None = None
         self.state = JobState(job=job)
@@ -63,6 +63,8 @@ class Oracle:
         self._protected: tuple[str, int] = ("", 0)
         self._lost_since: tuple[str, int] | None = None
         self._lost_at_s = -_NOTICED_S
+        self._lost = 0
+        self._copies = copies
         self._store = store
         self._trace = trace
         self._stop = stop
@@ -358,7 +360,7 @@ class Oracle:
             self._on_protected((desired.attempt.uid, desired.protected_step))
 
     def _on_protected(self, at: tuple[str, int]) -> None:
-        """A step that is protected is there for the next attempt, whichever one node is lost."""
+        """A step that is protected is there for the next attempt, whichever nodes are lost, no more than copies."""
         if at[0] == self._protected[0] and at[1] <= self._protected[1]:
             return
         self._protected = at
@@ -367,9 +369,13 @@ class Oracle:
             self._floor = at
 
     def on_node_lost(self) -> None:
-        """Take in that memory of a node is lost: the first loss is what protection is for, no second one is."""
-        if self._lost_since == self._protected or self._trace.now_s() - self._lost_at_s < _NOTICED_S:
+        """Take in that memory of a node is lost: protection is for as many losses as there are copies."""
+        again = self._lost_since == self._protected or self._trace.now_s() - self._lost_at_s < _NOTICED_S
+        self._lost = self._lost + 1 if again else 1
+        if self._lost > self._copies:
             self._floor = None
+        elif self._lost > 1 and self._floor is not None:
+            self._trace.sometimes("a second loss was what copies are for")
         self._lost_since = self._protected
         self._lost_at_s = self._trace.now_s()
 

@@ -118,7 +118,7 @@ class World:
         self.store = SimStore(
             loop, self.trace, fault=0.0, cut=lambda who: self.net.is_cut(who, "store") or self.net.is_cut("store", who)
         )
-        self.oracle = Oracle(JOB, self.store, self.trace, stop=loop.stop)
+        self.oracle = Oracle(JOB, self.store, self.trace, stop=loop.stop, copies=options.copies)
         self.broker = Broker(loop, self.net)
         self.nodes = [Node(self, f"n{number}") for number in range(options.nodes)]
         self.hosts: list[Host] = []
