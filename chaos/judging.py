@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from toprope.chaos.evidence import Evidence, Restart
 from toprope.chaos.faults.kinds import ends_trainers
 from toprope.chaos.journal import Event
-from toprope.chaos.oracle import compare, steps_lost_allowed, torn_restores
+from toprope.chaos.oracle import RECOVERS_S, compare, steps_lost_allowed, torn_restores
 from toprope.chaos.promises import PROMISES
 from toprope.chaos.timeline import figures, goodput, losses, spans
 from toprope.chaos.verdict import Outcome, Promise, Verdict
@@ -103,12 +103,27 @@ def _little_lost(evidence: Evidence) -> Finding:
 
 
 def _may_lose(evidence: Evidence, restart: Restart) -> int:
-    """Return how many steps may be lost, as the cadence and what was protected allow."""
+    """Return how many steps may be lost: by the cadence, or all past the protected one if a service was away meanwhile."""
     if evidence.scenario.bounds.lost_steps is not None:
         return evidence.scenario.bounds.lost_steps
     every = evidence.scenario.topology.every
     protected = restart.protected_step >= restart.newest_step - restart.newest_step % every
-    return steps_lost_allowed(newest_due_protected=protected, every=every)
+    by_cadence = steps_lost_allowed(newest_due_protected=protected, every=every)
+    unprotected = restart.newest_step - restart.protected_step
+    return max(by_cadence, unprotected) if _was_disturbed(evidence, restart) else by_cadence
+
+
+def _was_disturbed(evidence: Evidence, restart: Restart) -> bool:
+    """Say whether a fault of a service was in force, or had just ended, since the step after the protected one."""
+    step = restart.protected_step + evidence.scenario.topology.every
+    before = (event for event in evidence.events if event.event == "step" and event.monotonic_s <= restart.at_s)
+    ends_s = (event.monotonic_s for event in before if event.step == step)
+    since_s = min(ends_s, default=restart.at_s) - evidence.began_s - RECOVERS_S
+    until_s = restart.at_s - evidence.began_s
+    return any(
+        one.fired and not ends_trainers(one.fault, one.target) and one.at_s <= until_s and one.until_s >= since_s
+        for one in evidence.injections
+    )
 
 
 def _verified(evidence: Evidence) -> Finding:

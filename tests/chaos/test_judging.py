@@ -161,6 +161,16 @@ def test_what_a_step_waited_for_a_processor_is_not_held_against_saving() -> None
     assert judge(evidence(events=with_event(2, took_s=1.5, queued_s=0.4))).broken == ("short stall",)
 
 
+def test_while_a_service_was_away_what_was_not_protected_may_be_lost_and_no_more() -> None:
+    away = replace(KILL, target="coordinator", at_s=9.0, until_s=10.0)
+    long_ago = replace(away, at_s=1.0, until_s=2.0)
+    unprotected = restart(newest_step=17, protected_step=8)
+    assert judge(evidence(restarts=unprotected, injections=(KILL, away))).good
+    assert judge(evidence(restarts=unprotected, injections=(KILL, long_ago))).broken == ("little lost",)
+    lost = restart(newest_step=19, protected_step=10)
+    assert judge(evidence(restarts=lost, injections=(KILL, away))).broken == ("little lost",)
+
+
 def test_bounds_are_those_of_the_scenario() -> None:
     strict = replace(SCENARIO, bounds=Bounds(stall_s=0.005, lost_steps=1, recovered_s=3.0, restarts=0))
     verdict = judge(evidence(scenario=strict))
