@@ -103,7 +103,7 @@ def _little_lost(evidence: Evidence) -> Finding:
 
 
 def _may_lose(evidence: Evidence, restart: Restart) -> int:
-    """Return how many steps may be lost: by the cadence, or all past the protected one if a service was away meanwhile."""
+    """Return how many steps may be lost: by the cadence, or all past the protected one if a service was away."""
     if evidence.scenario.bounds.lost_steps is not None:
         return evidence.scenario.bounds.lost_steps
     every = evidence.scenario.topology.every
