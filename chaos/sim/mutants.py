@@ -203,7 +203,7 @@ MUTANTS: tuple[Mutant, ...] = (
         safeguard="READY only for the current attempt and past the last step",
         invariant="I18",
         seed=27,
-        patches={("toprope.coordinator.performer", "make_ready"): s.ready_whatever, **_NO_OWN_CHECK},
+        patches={("toprope.coordinator.committing", "make_ready"): s.ready_whatever, **_NO_OWN_CHECK},
         narrow={**AMBUSH, "faults": ("ambush", "kill rank", "pause coordinator")},
     ),
     Mutant(
