@@ -14,7 +14,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from toprope.chaos.live.processes import Killed, LiveError, die_with_parent
+from toprope.chaos.live.processes import Killed, LiveError
+from toprope.trainer_hooks.torchrun.parent import die_with_parent
 
 _POLL_S = 0.01
 

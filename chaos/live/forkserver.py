@@ -18,7 +18,7 @@ import sys
 import traceback
 from typing import Any
 
-from toprope.chaos.live.processes import die_with_parent
+from toprope.trainer_hooks.torchrun.parent import die_with_parent
 
 
 def main() -> None:

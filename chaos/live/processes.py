@@ -16,7 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-_PR_SET_PDEATHSIG = 1
+from toprope.trainer_hooks.torchrun.parent import die_with_parent
+
+KEEPER = "toprope.trainer_hooks.torchrun.worker"
+"""The module that stands between an agent and a rank."""
 _PR_SET_CHILD_SUBREAPER = 36
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _POLL_S = 0.02
@@ -147,14 +150,16 @@ def descendants(pid: int) -> list[int]:
 
 
 def command_of(pid: int) -> str:
-    """Return what a process is: its script or program, and its rank when it has one; empty when it is gone."""
+    """Return what a process is: its script or program, its rank or that of its keeper; empty when it is gone."""
     try:
         words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
     except (FileNotFoundError, ProcessLookupError):
         return ""
     name = next((Path(word).name for word in words if word.endswith(".py")), Path(words[0]).name)
     rank = environment_of(pid).get("RANK")
-    return name if rank is None else f"rank {rank} ({name})"
+    if rank is None:
+        return name
+    return f"keeper of rank {rank}" if KEEPER in words else f"rank {rank} ({name})"
 
 
 def environment_of(pid: int) -> dict[str, str]:
@@ -206,13 +211,6 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
-
-
-def die_with_parent(parent: int) -> None:
-    """Ask Linux to kill this process when its parent, whose process id the parent gives, dies."""
-    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before the call
-        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _children(pid: int) -> Iterator[int]:

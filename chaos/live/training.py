@@ -1,18 +1,15 @@
-"""Training on a cluster: torchrun agents, one a node, set so that they restart reliably."""
+"""Training on a cluster: torchrun agents, one a node, started by ``ckpt launch`` so that they restart reliably."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from toprope.chaos.live.cluster import Cluster, Node
 from toprope.chaos.live.processes import LiveError, Process, wait_ready
 
-# torchrun reuses one store over restarts without this, and the survivors then call on the dead peer's address
-_SEPARATE_STORES = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-_RENDEZVOUS = "is_host=0,last_call_timeout=5,keep_alive_interval=1,keep_alive_max_attempt=3"
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
 
 
@@ -49,8 +46,8 @@ def start_rendezvous(cluster: Cluster) -> tuple[Process, int]:
     ready = cluster.directory / "ready" / "rendezvous.json"
     ready.parent.mkdir(exist_ok=True)
     ready.unlink(missing_ok=True)  # of one before
-    arguments = [sys.executable, "-m", "toprope.chaos.live.rendezvous", str(ready)]
-    process = Process("rendezvous store", arguments, log=cluster.log("rendezvous"))
+    words = ["rendezvous", "--listen", "127.0.0.1:0", "--ready-file", str(ready)]
+    process = Process("rendezvous store", [sys.executable, "-m", "toprope", *words], log=cluster.log("rendezvous"))
     return process, int(wait_ready(process, ready, timeout_s=120.0)["port"])  # it imports torch
 
 
@@ -59,21 +56,20 @@ def start_agent(
 ) -> Process:
     """Start a node's torchrun agent, which starts its ranks, and again so often when one fails."""
     options = [f"--nnodes={training.nodes}", f"--nproc-per-node={training.ranks}", f"--max-restarts={restarts}"]
-    options += ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{rendezvous_port}", "--rdzv-id=demo"]
-    options += [f"--rdzv-conf={_RENDEZVOUS}"]
-    env = _ONE_THREAD | _SEPARATE_STORES | {"CKPT_SOCKET": str(node.socket)}
-    node.agent = _torchrun(
-        f"agent of node {node.name}", options, training.words(), cluster.log(f"agent-{node.name}"), env
-    )
+    launch = ["--rendezvous", f"127.0.0.1:{rendezvous_port}"]
+    words = [*options, "--rdzv-id=demo", *training.words()]
+    env = _ONE_THREAD | {"CKPT_SOCKET": str(node.socket)}
+    node.agent = _torchrun(f"agent of node {node.name}", launch, words, log=cluster.log(f"agent-{node.name}"), env=env)
     return node.agent
 
 
 def start_alone(training: Training, *, log: Path) -> Process:
     """Start the same world under one agent, with no cluster."""
-    options = ["--standalone", f"--nproc-per-node={training.nodes * training.ranks}"]
-    return _torchrun("reference run", options, training.words(), log, _ONE_THREAD | _SEPARATE_STORES)
+    words = ["--standalone", f"--nproc-per-node={training.nodes * training.ranks}", *training.words()]
+    return _torchrun("reference run", [], words, log=log, env=_ONE_THREAD)
 
 
-def _torchrun(name: str, options: Sequence[str], words: Sequence[str], log: Path, env: dict[str, str]) -> Process:
+def _torchrun(name: str, launch: Sequence[str], words: Sequence[str], *, log: Path, env: Mapping[str, str]) -> Process:
     own = f"--log-dir={log.parent / 'torchrun'}"  # else a directory in /tmp for each agent, which nobody removes
-    return Process(name, [sys.executable, "-m", "torch.distributed.run", own, *options, *words], log=log, env=env)
+    command = [sys.executable, "-m", "toprope", "launch", *launch, "--", "torchrun", own, *words]
+    return Process(name, command, log=log, env=env)
