@@ -11,7 +11,7 @@ import msgspec
 import typer
 from rich.console import Console
 
-from toprope.chaos import cli_matrix, cli_reports, cli_scenarios
+from toprope.chaos import cli_matrix, cli_reports, cli_scenarios, survival
 from toprope.chaos import demo as the_demo
 from toprope.chaos.live.processes import LiveError, ending_well
 from toprope.chaos.progress import Progress
