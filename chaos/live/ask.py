@@ -10,12 +10,12 @@ from toprope.coordinator.wire import MAX_DESIRED_BYTES, MAX_INVENTORY_BYTES, Des
 _TIMEOUT_S = 2.0
 
 
-def get(url: str, path: str) -> bytes | None:
+def get(url: str, path: str, *, token: str = "") -> bytes | None:
     """Return the body of a 200 answer, or None when the service is away or says otherwise."""
     parts = urlsplit(url)
     connection = http.client.HTTPConnection(str(parts.hostname), parts.port, timeout=_TIMEOUT_S)
     try:
-        connection.request("GET", path)
+        connection.request("GET", path, headers={"Authorization": f"Bearer {token}"} if token else {})
         answer = connection.getresponse()
         body = answer.read()
     except (OSError, http.client.HTTPException):
@@ -25,9 +25,9 @@ def get(url: str, path: str) -> bytes | None:
     return body if answer.status == http.HTTPStatus.OK else None
 
 
-def get_desired(coordinator_url: str) -> Desired | None:
+def get_desired(coordinator_url: str, *, token: str = "") -> Desired | None:
     """Return the coordinator's desired state."""
-    body = get(coordinator_url, "/v1/desired")
+    body = get(coordinator_url, "/v1/desired", token=token)
     return None if body is None else decode(body, Desired, limit=MAX_DESIRED_BYTES)
 
 
