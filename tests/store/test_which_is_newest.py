@@ -28,7 +28,7 @@ from toprope.store.keep.purging import delete
 from toprope.store.keep.retention import make_retire
 from toprope.store.log.chain import read_log
 from toprope.store.log.fold import JobState
-from toprope.store.log.records import Ready, Record, Retire
+from toprope.store.log.records import Pin, Ready, Record, Retire
 from toprope.store.look.show import checkpoint_lines, named_objects, read_job
 from toprope.store.look.usage import usage
 from toprope.store.look.verify import verify_checkpoint
@@ -93,6 +93,35 @@ def test_what_never_became_ready_is_not_restored_and_is_told_of_once(
     assert len([key for key in told if "s000000030" in key]) == 6, "three shards, three indexes"
     assert told.count(Key("job/shards/step-50.bak")) == 1
     assert len(told) == 7, "an empty folder is no object, and holds nothing that could be told of"
+
+
+@pytest.mark.parametrize("renamed", [False, True], ids=["removed", "renamed"])
+def test_a_pinned_step_that_was_removed_by_hand_hinders_no_save_and_keeps_all_until_it_is_unpinned(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], *, renamed: bool
+) -> None:
+    root = tmp_path / "root"
+    root.mkdir()
+    builder = small_store(DirectoryStore(root), steps=(10, 20, 30, 40))
+    builder.log.add(Pin(seq=6))
+    for kind in ("shards/a1/s000000030", "manifests/a1-s000000030.json"):
+        (found,) = (root / "job").glob(kind.replace(".json", "*"))
+        found.rename(found.with_name(f"{found.name}.old") if renamed else tmp_path / found.name)
+    builder.checkpoint(50)
+    assert newest(root, tmp_path / "out", capsys) == 50
+    before = contents(root)
+    assert ckpt("gc", root, "--retain", "last=1") == 2
+    (told,) = [line for line in capsys.readouterr().err.splitlines() if "step 30" in line]
+    assert "Nothing was deleted" in told
+    assert "`ckpt unpin` it" in told
+    assert {name: contents(root)[name] for name in before} == before
+    assert ckpt("unpin", root, "job@30") == 0
+    assert ckpt("gc", root, "--retain", "last=1") == 0
+    assert {path.name for path in (root / "job" / "shards" / "a1").iterdir()} - {"s000000030.old"} == {
+        "s000000040",
+        "s000000050",
+    }
+    assert newest(root, tmp_path / "again", capsys) == 50
+    assert ckpt("verify", root) == 0
 
 
 class Clocked(LogWriter):

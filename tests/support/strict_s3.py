@@ -47,6 +47,7 @@ Fault: TypeAlias = Literal[
     "409 ConditionalRequestConflict",
     "503 SlowDown",
     "403 AccessDenied",
+    "507 InsufficientStorage",
     "500 InternalError",
     "done, then 404 NoSuchUpload",
     "done, then 412 PreconditionFailed",
