@@ -64,26 +64,28 @@ def main() -> None:
     if options.transfer is not None:
         transfer(*options.transfer)
         return
-    samples = measure(mib=options.mib, rounds=options.rounds, aws=options.aws)
-    figures = figures_of(samples, mib=options.mib)
-    show(figures)
-    if options.json is not None:
-        options.json.write_text(json.dumps(figures | {"samples": [asdict(one) for one in samples]}, indent=2) + "\n")
+    samples: list[Sample] = []
+    with contextlib.suppress(KeyboardInterrupt):  # the rounds that are done count
+        for found in measure(mib=options.mib, rounds=options.rounds, aws=options.aws):
+            samples += found
+            figures = figures_of(samples, mib=options.mib)
+            show(figures)
+            if options.json is not None:
+                every = [asdict(one) for one in samples]
+                options.json.write_text(json.dumps(figures | {"samples": every}, indent=2) + "\n")
 
 
-def measure(*, mib: int, rounds: int, aws: str) -> list[Sample]:
-    """Run all rounds."""
+def measure(*, mib: int, rounds: int, aws: str) -> Iterator[list[Sample]]:
+    """Run all rounds, and yield the samples of each."""
     clients = [client for client in CLIENTS if client not in {"aws", "rclone"} or shutil.which(_program(client, aws))]
     print(f"clients: {', '.join(clients)}", file=sys.stderr)
-    samples: list[Sample] = []
     with tempfile.TemporaryDirectory(prefix="toprope-bench-", dir=MEMORY) as directory:
         source = Path(directory) / "source"
         digest = make_source(source, mib=mib)
         for number in range(rounds):
             turns = clients[number % len(clients) :] + clients[: number % len(clients)]
-            samples += one_round(turns, source, digest=digest, aws=aws)
             print(f"round {number + 1} of {rounds}", file=sys.stderr)
-    return samples
+            yield one_round(turns, source, digest=digest, aws=aws)
 
 
 def make_source(path: Path, *, mib: int) -> str:
