@@ -40,8 +40,7 @@ def main(arguments: list[str]) -> None:
             lr_scheduler=trainer.schedule,
             dataloader=trainer.data,
         )
-        assert ckpt.restore() == 0
-    step = 0
+    step = 0 if ckpt is None else ckpt.restore()
     with (options.out / "counts.jsonl").open("w", buffering=1) as counts:
         while step < options.steps or (ckpt is not None and ckpt.stats.snapshots < options.snapshots):
             step += 1

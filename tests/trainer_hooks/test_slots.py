@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import resource
 import signal
 import struct
 import subprocess
@@ -18,7 +19,7 @@ import pytest
 import torch
 from tests.support.tiny_trainer import METADATA
 
-from toprope.trainer_hooks.image.shard import MappedFile, plan_image, write_image
+from toprope.trainer_hooks.image.shard import Image, MappedFile, plan_image, write_image
 from toprope.trainer_hooks.link import wire
 from toprope.trainer_hooks.link.slot import CELL_BYTES, Page, SlotState, lock_holder, read_page, write_page
 from toprope.trainer_hooks.link.slots import LentSlots, SlotLockedError, hold_lock, hold_until_taken
@@ -169,6 +170,36 @@ def test_slots_that_this_process_takes_again_are_not_dropped_under_it(tmp_path: 
         second.lend(slot)
     hold_until_taken(Path(lent[0].lock_path))
     assert [_holder(Path(slot.lock_path)) for slot in lent] == [str(os.getpid())] * 2
+
+
+@pytest.mark.fault("B89")
+def test_a_slot_that_could_not_be_mapped_for_want_of_memory_is_whole_for_whoever_maps_it_next(tmp_path: Path) -> None:
+    """Neither the hook that lends nor the one that restores leaves a lock, or less than there was."""
+    slot = _slot(tmp_path, size=64 << 20)
+    tensors = {"w": torch.arange(12 << 20, dtype=torch.float32)}
+    plan = plan_image(tensors, METADATA)
+    length = write_image(MappedFile(Path(slot.path)), plan, tensors, b"{}", METADATA)
+    whole = Path(slot.path).read_bytes()
+
+    def attach(slot: wire.Slot) -> None:
+        """Be a process that may not map as much, then one that may."""
+        limits = resource.getrlimit(resource.RLIMIT_AS)
+        here = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (here + (32 << 20), limits[1]))
+        slots = LentSlots()
+        for failing in (lambda: slots.lend(slot), lambda: Image(Path(slot.path), length)):
+            with pytest.raises(OSError, match="Cannot allocate memory"):
+                failing()
+        assert slots.take() is None
+        resource.setrlimit(resource.RLIMIT_AS, limits)
+        slots.lend(slot)
+        assert slots.take() is not None
+
+    assert _in_child(attach, slot) == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["slot-0.data", "slot-0.lock"]
+    assert Path(slot.path).read_bytes() == whole
+    assert Image(Path(slot.path), length).tensor("w").equal(tensors["w"])
+    LentSlots().lend(slot)
 
 
 def test_grants_are_used_in_order_and_once(tmp_path: Path) -> None:
