@@ -175,8 +175,8 @@ def test_slots_that_this_process_takes_again_are_not_dropped_under_it(tmp_path: 
 @pytest.mark.fault("B89")
 def test_a_slot_that_could_not_be_mapped_for_want_of_memory_is_whole_for_whoever_maps_it_next(tmp_path: Path) -> None:
     """Neither the hook that lends nor the one that restores leaves a lock, or less than there was."""
-    slot = _slot(tmp_path, size=64 << 20)
-    tensors = {"w": torch.arange(12 << 20, dtype=torch.float32)}
+    slot = _slot(tmp_path, size=32 << 20)
+    tensors = {"w": torch.arange(6 << 20, dtype=torch.float32)}
     plan = plan_image(tensors, METADATA)
     length = write_image(MappedFile(Path(slot.path)), plan, tensors, b"{}", METADATA)
     whole = Path(slot.path).read_bytes()
@@ -185,7 +185,7 @@ def test_a_slot_that_could_not_be_mapped_for_want_of_memory_is_whole_for_whoever
         """Be a process that may not map as much, then one that may."""
         limits = resource.getrlimit(resource.RLIMIT_AS)
         here = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_AS, (here + (32 << 20), limits[1]))
+        resource.setrlimit(resource.RLIMIT_AS, (here + (12 << 20), limits[1]))
         slots = LentSlots()
         for failing in (lambda: slots.lend(slot), lambda: Image(Path(slot.path), length)):
             with pytest.raises(OSError, match="Cannot allocate memory"):
