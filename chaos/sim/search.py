@@ -23,7 +23,6 @@ SOMETIMES = (
     "a machine was replaced",
     "a node lost power",
     "a rank restored",
-    "a scan refused a local file",
     "a slot was dropped",
     "a step became READY",
     "a shard named another rank's file of its step",
@@ -34,29 +33,34 @@ SOMETIMES = (
     "message lost",
     "restored from a READY",
     "restored from what is not READY",
-    "staged from here local",
     "staged from here memory",
     "staged from here peer",
     "staged from node memory",
-    "staged from object object",
     "store: 503",
-    "a command was elected for the moment",
-    "a coordinator changed the job",
     "a reader held what is retired",
     "a reader read a checkpoint",
     "an object was deleted",
-    "stopped at copy",
     "stopped at facts",
-    "stopped at hash",
     "stopped at log",
-    "stopped at manifests",
-    "stopped at shards",
     "store: late create landed",
     "store: reply lost",
     "store: request lost",
 )
 """What a search must reach now and then, or its silence says nothing."""
-SELDOM = ("a hold was left behind", "a pull brought wrong bytes", "a read-back found damage")
+SELDOM = (
+    "a command was elected for the moment",
+    "a coordinator changed the job",
+    "a hold was left behind",
+    "a pull brought wrong bytes",
+    "a read-back found damage",
+    "a scan refused a local file",
+    "staged from here local",
+    "staged from object object",
+    "stopped at copy",
+    "stopped at hash",
+    "stopped at manifests",
+    "stopped at shards",
+)
 """What a search of a thousand histories must reach too."""
 
 

@@ -20,7 +20,7 @@ from toprope.chaos.sim.options import Options, Trouble
 from toprope.chaos.sim.search import SELDOM, Found
 from toprope.chaos.sim.shrink import Story, shrunk
 
-CHUNKS = range(4)
+CHUNKS = range(2)
 CHUNK = 60
 _DIGESTS = "from toprope.chaos.sim.history import run; print([run(seed).digest for seed in (3, 5, 8)])"
 
@@ -43,6 +43,13 @@ def test_no_history_breaks_a_promise(chunk: int) -> None:
 def test_all_that_must_happen_sometimes_does() -> None:
     counts = sum((found(chunk).counts for chunk in CHUNKS), Counter[str]())
     assert [what for what in Found(counts=counts).never() if what not in SELDOM] == []
+
+
+def test_a_scan_refuses_a_local_file_that_was_damaged() -> None:
+    world = next(one for one in MUTANTS if one.name == "scan")
+    outcome = run(world.seed, world.options(world.seed))
+    assert outcome.counts["a scan refused a local file"] > 0
+    assert outcome.invariant == "", outcome
 
 
 @pytest.mark.long
