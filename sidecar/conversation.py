@@ -77,9 +77,12 @@ class Conversation:
         return (self.trainers[connection] for connection in sorted(self.trainers))
 
     def is_superseded(self, trainer: Trainer) -> bool:
-        """Say whether a later connection speaks for its rank."""
+        """Say whether its process has connected once more. Who else says to be this rank does not speak for it."""
         return any(
-            other.rank == trainer.rank and other.connection > trainer.connection for other in self.trainers.values()
+            other.rank == trainer.rank
+            and other.launch_id == trainer.launch_id
+            and other.connection > trainer.connection
+            for other in self.trainers.values()
         )
 
     def on_frame(self, event: on.FrameArrived, slots: SlotBook) -> list[Effect]:
@@ -101,13 +104,19 @@ class Conversation:
         if not 0 <= frame.rank < frame.world or not frame.launch_id or len(frame.launch_id) > LAUNCH_ID_CHARS_MAX:
             return _refusal(connection, f"rank {frame.rank} of {frame.world}, launch {frame.launch_id!r:.80}")
         trainer = Trainer(connection=connection, rank=frame.rank, world=frame.world, launch_id=frame.launch_id)
+        in_attempt = any(other.rank == frame.rank and other.joined for other in self.trainers.values())
         self.trainers[connection] = trainer
-        notes = self.notes.setdefault(frame.rank, RankNotes())
-        if notes.launch_id != frame.launch_id:
-            self.notes[frame.rank] = RankNotes(launch_id=frame.launch_id)
-        self.notes[frame.rank].world = frame.world
+        if not in_attempt:  # else it may be a stray: its launch is heard of once it joins an attempt
+            self._note(trainer)
         welcome = do.Send(connection=connection, frame=wire.Welcome(node=self.me.node, boot_id=self.me.boot_id))
         return [welcome, do.LookAtSlots(rank=frame.rank)]
+
+    def _note(self, trainer: Trainer) -> None:
+        """Have what is remembered of a rank be of this trainer's launch."""
+        notes = self.notes.setdefault(trainer.rank, RankNotes())
+        if notes.launch_id != trainer.launch_id:
+            notes = self.notes[trainer.rank] = RankNotes(launch_id=trainer.launch_id)
+        notes.world = trainer.world
 
     def _on_trainer_frame(  # noqa: C901 - one case for each kind of frame
         self, trainer: Trainer, frame: FromTrainer, slots: SlotBook
@@ -153,6 +162,7 @@ class Conversation:
         return [do.OpenAttempt(connection=trainer.connection, request=request)]
 
     def _on_join(self, trainer: Trainer, frame: wire.Join) -> None:
+        self._note(trainer)
         notes = self.notes[trainer.rank]
         trainer.attempt_uid, trainer.joined, trainer.seen, trainer.misses = frame.attempt_uid, True, False, 0
         trainer.ask, trainer.wants = frame.ask, frame.wants

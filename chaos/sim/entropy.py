@@ -6,11 +6,13 @@ import os
 import random
 import secrets
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import SupportsIndex
 
-from toprope.chaos.sim.threads import nap
+from toprope.chaos.sim.threads import is_simulated, nap
 
 
 @contextmanager
@@ -20,8 +22,17 @@ def seeded(rng: random.Random) -> Iterator[None]:
     def token_hex(nbytes: int | None = None) -> str:
         return rng.randbytes(nbytes or 32).hex()
 
+    loop_thread = threading.get_ident()
+
+    def sleep(seconds: float | SupportsIndex, /) -> None:
+        if threading.get_ident() == loop_thread or is_simulated():
+            nap(seconds)
+        else:  # a thread of the process that the history runs in
+            really_sleep(seconds)  # type: ignore[arg-type]  # typeshed has no name for what time.sleep takes
+
     before = secrets.token_hex, os.getpid, socket.gethostname, time.sleep
-    secrets.token_hex, os.getpid, socket.gethostname, time.sleep = token_hex, lambda: 1, lambda: "simulated", nap
+    really_sleep = time.sleep
+    secrets.token_hex, os.getpid, socket.gethostname, time.sleep = token_hex, lambda: 1, lambda: "simulated", sleep
     try:
         yield
     finally:

@@ -103,6 +103,11 @@ def turn() -> None:
         worker.call()
 
 
+def is_simulated() -> bool:
+    """Say whether this is a thread of a history."""
+    return getattr(_HERE, "worker", None) is not None
+
+
 def nap(seconds: float | SupportsIndex, /) -> None:
     """Sleep in virtual time: what ``time.sleep`` is in a history."""
     worker: Worker | None = getattr(_HERE, "worker", None)

@@ -99,7 +99,8 @@ def test_a_script_that_fails_is_told_and_leaves_no_final_state(tmp_path: Path) -
 def test_a_step_takes_at_least_as_long_as_it_should(tmp_path: Path) -> None:
     found = watched(tmp_path, "--reference", "--step-s", "0.02")
     times = [one.monotonic_s for one in found if one.event == "step"]
-    assert times[2] - times[1] >= 0.02
+    assert len(times) > 2
+    assert times[-1] - times[0] >= 0.02 * (len(times) - 2), "a step is waited for after it is noted"
 
 
 def test_the_wait_for_a_processor_is_counted_and_never_falls() -> None:

@@ -8,6 +8,7 @@ import typing
 import pytest
 from tests.support.source import ROOT, load_program
 
+from toprope.__main__ import PROGRAMS
 from toprope.sidecar.values import Alarm
 
 from_code = load_program("docs/from_code.py")
@@ -18,7 +19,7 @@ def _page(name: str) -> str:
 
 
 def test_each_word_of_ckpt_is_in_the_reference_and_in_the_readme() -> None:
-    words = set(from_code.commands())
+    words = set(PROGRAMS)
     reference = set(re.findall(r"^## ckpt (\w+)$", _page("reference/cli.md"), re.MULTILINE))
     readme = set(re.findall(r"`ckpt (\w+)", (ROOT / "README.md").read_text()))
     assert reference == words

@@ -57,6 +57,31 @@ def test_no_slot_is_lent_to_a_launch_that_has_no_attempt() -> None:
     assert driver.granted() == []
 
 
+def test_a_stray_that_says_to_be_a_rank_in_training_takes_neither_its_slots_nor_its_place() -> None:
+    driver = Driver()
+    driver.attempt()
+    driver.hello(world=2)
+    driver.frame(wire.Join(attempt_uid=UID))
+    driver.frame(wire.Size(bytes=100))
+    driver.frame(wire.Skipped(attempt_uid=UID, step=4, reason="no free slot"))
+    driver.hello(connection=2, launch_id="bb")
+    driver.see(*(sight(number) for number in range(3)))
+    lent_on = {effect.connection for effect in driver.all(do.GrantSlot)}
+    assert (driver.granted(), lent_on) == ([0, 1, 2], {1})
+    (state,) = driver.inventory.ranks
+    assert (state.launch_id, state.world, state.step) == ("aa", 2, 4)
+
+
+def test_a_process_that_connects_once_more_is_lent_slots_on_its_new_connection_alone() -> None:
+    driver = Driver()
+    driver.attempt()
+    driver.hello()
+    driver.frame(wire.Size(bytes=100))
+    driver.hello(connection=2)
+    driver.see(*(sight(number) for number in range(3)))
+    assert {effect.connection for effect in driver.all(do.GrantSlot)} == {2}
+
+
 def test_a_restarted_sidecar_without_a_document_lends_to_the_process_that_holds_a_lock() -> None:
     driver = Driver()
     driver.see(sight(0, seq=3, launch_id="aa", lock_held=True), sight(1, seq=2, launch_id="aa"))

@@ -33,7 +33,7 @@ def test_the_first_word_is_completed_from_all_programs(capsys: pytest.CaptureFix
         (["export", "root", "dir", "--to", ""], ["dcp", "safetensors", "torch"]),
         (["export", "root", "dir", "--to", "s"], ["safetensors"]),
         (["ls", "--j"], ["--job", "--json"]),
-        (["chaos", "s"], ["sim"]),
+        (["chaos", "s"], ["sim", "soak", "survive"]),
         (["ls", ""], []),
         (["nonsense", "--"], []),
     ],

@@ -10,6 +10,7 @@ import signal
 import struct
 import subprocess
 import sys
+import threading
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -312,3 +313,15 @@ def test_a_kill_in_mid_copy_leaves_writing_and_a_free_lock(tmp_path: Path) -> No
     page = read_page(Path(slot.page_path))
     assert (page.state, page.seq, page.step) == (SlotState.WRITING, 2, 5)
     assert lock_holder(Path(slot.lock_path)) is None
+
+
+def test_who_waits_for_a_successor_waits_no_more_once_the_slot_is_removed(tmp_path: Path) -> None:
+    slot = _slot(tmp_path)
+    lent = LentSlots()
+    lent.lend(slot)
+    before = set(threading.enumerate())
+    lent.hand_over()
+    (waiting,) = set(threading.enumerate()) - before
+    Path(slot.lock_path).unlink()
+    waiting.join(10)
+    assert not waiting.is_alive()

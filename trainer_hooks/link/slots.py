@@ -64,8 +64,11 @@ def _key(path: Path) -> tuple[int, int, int]:
 
 
 def hold_until_taken(kept: Path) -> None:
-    """Drop the lock of a slot once another process holds that of another one beside it; not if this one does again."""
-    while True:
+    """Drop the lock of a slot once another process holds that of another one beside it; not if this one does again.
+
+    A slot that the sidecar has removed is nobody's.
+    """
+    while kept.exists():
         with _locking:
             others = [path for path in kept.parent.glob("slot-*.lock") if path != kept]
             if any(map(_is_ours, others)):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
+import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,6 +20,7 @@ from toprope.chaos.live.forking import Forked, ForkedServices, ForkServer
 from toprope.chaos.live.processes import free_port, wait_until
 from toprope.chaos.live.ranks import World
 from toprope.chaos.oracle import compare
+from toprope.coordinator.wire import MAX_INVENTORY_BYTES, Member, OpenAnswer, OpenRequest, decode, encode
 from toprope.store.checkpoint.ready import read_index, read_manifest
 from toprope.store.log.chain import read_log
 from toprope.store.objects.opening import open_store
@@ -106,6 +109,7 @@ def test_ranks_that_start_apart_store_under_one_attempt_and_one_of_another_launc
         assert_of_one_launch(cluster, world=4)
 
 
+@pytest.mark.fault("B67")
 def test_ranks_that_are_not_told_which_they_are_end_with_the_reason_and_save_nothing(
     tmp_path: Path, fork_server: ForkServer, services: ForkedServices
 ) -> None:
@@ -120,6 +124,38 @@ def test_ranks_that_are_not_told_which_they_are_end_with_the_reason_and_save_not
         assert list(open_store(cluster.root).list(f"{JOB}/shards/")) == []
 
 
+@pytest.mark.fault("B67")
+def test_ranks_that_take_the_place_of_others_are_kept_out_and_never_save_beside_them(
+    tmp_path: Path, fork_server: ForkServer, services: ForkedServices, reference: Reference
+) -> None:
+    with (
+        running_cluster(tmp_path, job=JOB, cadences=EVERY, launch=services) as cluster,
+        trained(cluster, fork_server, steps=80, world=4, delay_s=0.05) as job,
+    ):
+        for ranks in ([0, 1, 1, 2], [0, 1, 2, 3, 3], [0, 2, 3]):
+            answer = asked_for(cluster, ranks)
+            assert (answer.attempt, answer.code) == (None, "refused")
+            assert f"the world has ranks {ranks}; expected each of 0, 1, 2 and so on once" in answer.text
+        port = str(free_port())
+        job.ranks.env = lambda _: {"MASTER_PORT": port}
+        job.ranks.start()
+        job.train_to(8)
+        lone = [alone(fork_server, cluster, f"lone-{node}", node=node) for node in "ab"]  # each takes itself for rank 0
+        fifth = {"RANK": "4", "WORLD_SIZE": "4", "MASTER_PORT": port}
+        assert status_of(alone(fork_server, cluster, "fifth", node="a", **fifth)) != 0
+        for process in lone:
+            wait_until(partial(says, process, "busy: "), what="it is refused", timeout_s=60)
+        finish(job)
+        for process in lone:
+            assert process.status() is None, "it goes on asking"
+            process.kill()
+        assert job.restored() == set()
+        judged(job, reference, world=4)
+        assert_each_step_once(cluster, steps=80)
+        assert all(begun(tmp_path / name) == set() for name in ("lone-a", "lone-b", "fifth"))
+
+
+@pytest.mark.fault("B67")
 def test_after_a_restart_all_ranks_restore_or_none_does(
     tmp_path: Path, fork_server: ForkServer, services: ForkedServices, reference: Reference
 ) -> None:
@@ -176,6 +212,16 @@ def assert_each_step_once(cluster: Cluster, *, steps: int) -> None:
     wait_until(lambda: ready_step(cluster) == steps, what="the last step is READY", timeout_s=60)
     found = [ready.step for ready in read_log(open_store(cluster.root), JOB).readies.values()]
     assert found == sorted(set(found))
+
+
+def asked_for(cluster: Cluster, ranks: list[int]) -> OpenAnswer:
+    """Ask the coordinator for an attempt of these ranks, as a sidecar does."""
+    boot_id = cluster.nodes["a"].boot_id
+    world = tuple(Member(rank=rank, node="a", boot_id=boot_id) for rank in ranks)
+    request = OpenRequest(job=cluster.job, launch_id="2b" * 16, round=0, world=world, spec={}, versions={})
+    where = urllib.request.Request(f"{cluster.coordinator_url}/v1/attempts", data=encode(request), method="POST")
+    with urllib.request.urlopen(where, timeout=60) as answer:
+        return decode(answer.read(), OpenAnswer, limit=MAX_INVENTORY_BYTES)
 
 
 def test_two_jobs_with_one_disk_and_one_store_never_go_on_from_each_other(
