@@ -28,7 +28,7 @@ def seeded(rng: random.Random) -> Iterator[None]:
         if threading.get_ident() == loop_thread or is_simulated():
             nap(seconds)
         else:  # a thread of the process that the history runs in
-            really_sleep(seconds)  # type: ignore[arg-type]  # typeshed has no name for what time.sleep takes
+            really_sleep(seconds)
 
     before = secrets.token_hex, os.getpid, socket.gethostname, time.sleep
     really_sleep = time.sleep
