@@ -96,21 +96,26 @@ def worker_for(work: Callable[[], object]) -> Worker:
     return worker
 
 
+def _worker_here() -> Worker | None:
+    """Return the worker whose thread this is."""
+    return getattr(_HERE, "worker", None)
+
+
 def turn() -> None:
     """Let others come first, if this is blocking code; called at each call of the store."""
-    worker: Worker | None = getattr(_HERE, "worker", None)
+    worker = _worker_here()
     if worker is not None:
         worker.call()
 
 
 def is_simulated() -> bool:
     """Say whether this is a thread of a history."""
-    return getattr(_HERE, "worker", None) is not None
+    return _worker_here() is not None
 
 
 def nap(seconds: float | SupportsIndex, /) -> None:
     """Sleep in virtual time: what ``time.sleep`` is in a history."""
-    worker: Worker | None = getattr(_HERE, "worker", None)
+    worker = _worker_here()
     assert worker is not None, "blocking code was called on the loop"
     worker.pause(float(seconds))
 
