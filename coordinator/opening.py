@@ -11,6 +11,8 @@ from toprope.coordinator.restore_choice import Choice, NothingLeft, Offer, choos
 from toprope.coordinator.roll import Node
 from toprope.coordinator.wire import AttemptView, Copy, OpenAnswer, OpenRequest
 from toprope.store.errors import UsageError
+from toprope.store.keep.gc import is_dead
+from toprope.store.log.fold import JobState
 from toprope.store.log.records import AttemptFacts, Held, Member, Struck
 from toprope.store.names import checked_hex, checked_id
 
@@ -116,6 +118,14 @@ def striking(log_view: LogView, progress: phases.Progress) -> Mapping[tuple[str,
     return {source: progress.reason} if progress.by_verdict else {}
 
 
+def _not_condemned(objects: Sequence[Copy], state: JobState) -> list[Copy]:
+    """Return the objects that garbage collection does not take, READY or not."""
+    ready = {(one.attempt_uid, one.step) for _, one in state.restorable()}
+    steps = {(copy.attempt, copy.step) for copy in objects}
+    dead = {at for at in steps if is_dead(state, attempt=at[0], step=at[1])}
+    return [one for one in objects if (one.attempt_uid, one.step) in ready or (one.attempt, one.step) not in dead]
+
+
 def decide(  # noqa: PLR0913 - all that a restore decision rests on
     request: OpenRequest,
     log_view: LogView,
@@ -128,7 +138,7 @@ def decide(  # noqa: PLR0913 - all that a restore decision rests on
 ) -> OpenAttempt | OpenAnswer:
     """Return the attempt to open, with its restore decision, or that nothing is left to begin from."""
     question = log_view.question(offers=offers, striking=struck_now)
-    choice = choose(question, answered, objects)
+    choice = choose(question, answered, _not_condemned(objects, log_view.state))
     if isinstance(choice, NothingLeft):
         text = "checkpoints exist and none can be restored: " + "; ".join(choice.tried)
         return OpenAnswer(code="nothing-left", text=text[:_WHY_CHARS_MAX])

@@ -17,7 +17,7 @@ from typing import Any
 
 from toprope.chaos.patching import Patches, replace
 from toprope.chaos.sim import stand_ins as s
-from toprope.chaos.sim.options import PAIR, PEOPLE, READERS, SMALL, Options, draw
+from toprope.chaos.sim.options import DAMAGE, PAIR, PEOPLE, READERS, SMALL, Options, draw
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,8 +64,16 @@ MUTANTS: tuple[Mutant, ...] = (
         safeguard="the objects of a source that is not READY are not deleted while its attempt is the current one",
         invariant="I8",
         seed=0,
-        patches={("toprope.store.keep.gc", "_needed_by_source"): s.nothing_more},
+        patches={("toprope.store.keep.gc", "_needed_by_sources"): s.nothing_more},
         narrow=READERS,
+    ),
+    Mutant(
+        name="gc-before",
+        safeguard="a step that the next attempt may go back to is not deleted though it can't become READY",
+        invariant="I8",
+        seed=5,
+        patches={("toprope.store.keep.gc", "_may_be_begun_from"): s.always(not YES)},
+        narrow=DAMAGE,
     ),
     Mutant(
         name="gc-shared",

@@ -58,8 +58,8 @@ AMBUSH: dict[str, Any] = {
 }
 DAMAGE: dict[str, Any] = {
     **PAIR,
-    "faults": ("disk trouble", "flip", "kill rank", "power cut"),
-    "store_fault": 0.2,
+    "faults": ("disk trouble", "flip", "kill rank", "kill sidecar", "power cut"),
+    "store_fault": 0.05,
     "between_s": 1.0,
 }
 WORLDS: tuple[dict[str, Any], ...] = ({}, {}, {}, {}, {}, READERS, PEOPLE, AMBUSH, AMBUSH, DAMAGE, DAMAGE)

@@ -71,6 +71,7 @@ class Oracle:
         self._heard: dict[str, tuple[tuple[int, int], int]] = {}
         self._left: dict[str, int] = {}
         self._training: set[str] = set()
+        self._needs_source = False
         self._named: dict[int, frozenset[str]] = {}
         self._holders: dict[str, str] = {}
         self._left_behind: set[str] = set()
@@ -130,10 +131,21 @@ class Oracle:
             return f"READY {seq} names it"
         if at[0] > state.attempt_number or (at[0] == state.attempt_number and at[1] > state.last_step):
             return "it may become READY yet"
-        attempt = state.attempt
-        if attempt is not None and attempt.held is not None and self._is_of_source(key, attempt.held):
+        if self._may_be_begun_from(at):
+            return "a later attempt may begin with it"
+        source = state.attempt.held if state.attempt is not None and self._needs_source else None
+        if source is not None and self._is_of_source(key, source):
             return "the current attempt began with it"
         return ""
+
+    def _may_be_begun_from(self, at: tuple[int, int]) -> bool:
+        """Say whether objects of a step, as attempt and step, may be a source though they never became READY."""
+        state = self.state
+        if any((ready.attempt, ready.step) >= at for ready in state.readies.values()):
+            return False
+        uid = next((one.uid for one in state.attempts if one.attempt == at[0]), "")
+        good = (uid, at[1]) not in state.struck and not state.is_tainted(attempt=at[0], step=at[1])
+        return good and state.is_on_lineage(attempt_uid=uid, step=at[1])
 
     def _is_of_source(self, key: Key, held: Held) -> bool:
         """Say whether an object belongs to a source that is not READY, or an index of it that is there names it."""
@@ -220,6 +232,7 @@ class Oracle:
                 text = f"attempt {record.attempt} begins at step {record.from_step} and passes over READY {ready.step}"
                 self.fail("I14", text, step=ready.step)
         held = record.held
+        self._needs_source = held is not None and self._is_source_kept(held)
         if held is not None:
             self._trace.sometimes("restored from what is not READY")
             for rank, said in enumerate(facts.held_digests):
@@ -229,6 +242,12 @@ class Oracle:
         elif record.ready is not None:
             self._trace.sometimes("restored from a READY")
         self._check_floor(record, struck)
+
+    def _is_source_kept(self, held: Held) -> bool:
+        """Say whether the objects of the source of the attempt to come were never condemned before."""
+        number = next((one.attempt for one in self.state.attempts if one.uid == held.attempt_uid), 0)
+        again = self.state.attempt is not None and self.state.attempt.held == held
+        return self._may_be_begun_from((number, held.step)) or (again and self._needs_source)
 
     def _check_floor(self, record: Attempt, struck: set[Place]) -> None:
         floor, current = self._floor, self.state.attempt

@@ -2,8 +2,8 @@
 
 ``survey`` reads and decides, ``execute`` deletes what the plan says; the order of both is what makes each crash, and
 each collector that wakes up late, harmless. An object goes if no checkpoint that is kept names it, the source of the
-current attempt does not need it, and its attempt is dead: nothing of it can become READY any more. No age and no clock
-decides. Names are never used again, so what is condemned stays so.
+current attempt does not need it, and its step is dead: it can't become READY any more, and no attempt can begin with
+it. No age and no clock decides. What is dead stays dead, and names are never used again, so what is condemned stays so.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def survey(
     held = held_seqs(job, listing.holds) & frozen.retired
     named = set(_named_by_kept(store, frozen, {*state.live, *frozen.live}))
     named |= set(_named_by_held(store, frozen, held))
-    named |= set(_needed_by_source(store, frozen))
+    named |= set(_needed_by_sources(store, frozen, listing))
     plan = plan_gc(frozen, listing, named=named, held=held)
     return _weighed(store, plan) if weigh else plan
 
@@ -110,11 +110,12 @@ def held_seqs(job: str, holds: tuple[Key, ...]) -> AbstractSet[int]:
 def plan_gc(state: JobState, listing: Listing, *, named: AbstractSet[str], held: AbstractSet[int]) -> GcPlan:
     """Return which of the listed objects the log condemns, manifests last. Pure."""
     retired = {(state.readies[seq].attempt, state.readies[seq].step): seq for seq in state.retired}
+    dead = {at: is_dead(state, attempt=at[0], step=at[1]) for at in _steps_of(state.job, listing.objects)}
     shards: list[Condemned] = []
     manifests: list[Condemned] = []
     for key in listing.objects:
         at = written_at(state.job, key)
-        if at is None or key in named or not is_dead(state, attempt=at[0], step=at[1]):
+        if at is None or key in named or not dead[at]:
             continue
         why = f"READY {retired[at]} is retired" if at in retired else "no checkpoint names it, and its attempt is over"
         into = manifests if key.startswith(manifests_prefix(state.job)) else shards
@@ -127,10 +128,34 @@ def plan_gc(state: JobState, listing: Listing, *, named: AbstractSet[str], held:
     )
 
 
+def _steps_of(job: str, keys: tuple[Key, ...]) -> AbstractSet[tuple[int, int]]:
+    return {at for key in keys if (at := written_at(job, key)) is not None}
+
+
 def is_dead(state: JobState, *, attempt: int, step: int) -> bool:
-    """Return whether nothing that was written for this step of this attempt can become READY any more."""
+    """Return whether what was written for a step of an attempt is of no use unless a checkpoint that is kept names it.
+
+    It can't become READY any more, and no attempt can begin with it as a step that is not READY. What is dead in a
+    state is dead in all states after it.
+    """
     current = state.attempt_number
-    return attempt < current or (attempt == current and step <= state.last_step)
+    may_become_ready = attempt > current or (attempt == current and step > state.last_step)
+    return not may_become_ready and not _may_be_begun_from(state, attempt=attempt, step=step)
+
+
+def _may_be_begun_from(state: JobState, *, attempt: int, step: int) -> bool:
+    """Return whether an attempt may begin with objects of a step that is not READY, of this attempt or an older one.
+
+    The step is on the lineage, not struck off and not tainted, and nothing that was written later is READY. The last is
+    not asked of copies in memory: those that one would go back to are kept by other rules.
+    """
+    newest = next(reversed(state.readies), None)
+    if newest is not None and (attempt, step) <= (state.readies[newest].attempt, state.readies[newest].step):
+        return False
+    uid = next((one.uid for one in state.attempts if one.attempt == attempt), None)
+    if uid is None or (uid, step) in state.struck or state.is_tainted(attempt=attempt, step=step):
+        return False
+    return state.is_on_lineage(attempt_uid=uid, step=step)
 
 
 def execute(store: ObjectStore, plan: GcPlan) -> None:
@@ -166,8 +191,20 @@ def _named_by_held(store: ObjectStore, state: JobState, seqs: AbstractSet[int]) 
             continue
 
 
-def _needed_by_source(store: ObjectStore, state: JobState) -> Iterator[str]:
-    """Yield all objects of the step that the current attempt began with, if it is not READY, and what those name.
+def _needed_by_sources(store: ObjectStore, state: JobState, listing: Listing) -> Iterator[str]:
+    """Yield all objects of steps that are not READY and that an attempt began or may begin with, and what they name.
+
+    What the current attempt itself writes is left out: it becomes READY only if what it names is still there.
+    """
+    for key in (*_of_source(store, state), *_of_steps_before(state, listing)):
+        yield key
+        if (sha256 := index_sha256(key)) is not None:
+            index = decode(read_capped(store, key, limit=MAX_INDEX_BYTES), Index, key=key, expected_sha256=sha256)
+            yield from (file.key for file in index.files)
+
+
+def _of_source(store: ObjectStore, state: JobState) -> Iterator[Key]:
+    """Yield all objects of the step that the current attempt began with, if it is not READY.
 
     They are listed once the log is frozen: an index that came after the listing of the job may name older files.
     """
@@ -175,12 +212,15 @@ def _needed_by_source(store: ObjectStore, state: JobState) -> Iterator[str]:
     if attempt is None or attempt.held is None or state.is_base(state.source_of(attempt)):
         return  # what a base names is in another job, and pinned there
     number = next(one.attempt for one in state.attempts if one.uid == attempt.held.attempt_uid)
-    prefix = step_prefix(state.job, attempt=number, step=attempt.held.step)
-    for key in store.list(prefix):
-        yield key
-        if (sha256 := index_sha256(key)) is not None:
-            index = decode(read_capped(store, key, limit=MAX_INDEX_BYTES), Index, key=key, expected_sha256=sha256)
-            yield from (file.key for file in index.files)
+    yield from store.list(step_prefix(state.job, attempt=number, step=attempt.held.step))
+
+
+def _of_steps_before(state: JobState, listing: Listing) -> Iterator[Key]:
+    """Yield the objects of earlier attempts that the next one may begin with, when this one's source is struck off."""
+    for key in listing.objects:
+        at = written_at(state.job, key)
+        if at is not None and at[0] < state.attempt_number and not is_dead(state, attempt=at[0], step=at[1]):
+            yield key
 
 
 def _weighed(store: ObjectStore, plan: GcPlan) -> GcPlan:

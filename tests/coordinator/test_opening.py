@@ -456,6 +456,20 @@ def test_a_damaged_ready_step_is_passed_over_with_the_reason() -> None:
     assert "another SHA-256" in reign.state.attempt.why
 
 
+def test_objects_that_garbage_collection_may_take_are_nothing_to_begin_from() -> None:
+    reign = training()
+    committed(reign, 2)
+    committed(reign, 4)
+    for node in reign.nodes.values():
+        node.copies = []
+    reign.hold(3, tiers=("object",))
+    reign.core.commits.receipts.clear()
+    reign.damaged[max(reign.readies)] = "index has another SHA-256"
+    view = restarted(reign).attempt
+    assert view is not None
+    assert (view.source, view.from_step) == ("ready", 2), "step 3 never became READY, and step 4 did"
+
+
 def test_a_copy_in_memory_that_differs_from_the_manifest_is_not_used() -> None:
     reign = training()
     committed(reign, 2)

@@ -10,17 +10,17 @@ from functools import partial
 import pytest
 from msgspec.structs import replace
 from tests.support.fake_store import FakeStore
-from tests.support.logs import uid
+from tests.support.logs import LogWriter, attempt, ready, uid
 from tests.support.stores import JobBuilder, small_store
 
 from toprope.store.checkpoint.manifest import Index, decode, sha256
 from toprope.store.errors import MissingObjectError, StoreError, UnavailableError
-from toprope.store.keep.gc import GcPlan, execute, survey
+from toprope.store.keep.gc import GcPlan, execute, is_dead, survey
 from toprope.store.keep.holds import HoldWatch, holding, in_a_thread
 from toprope.store.keep.retention import parse_policy, plan_retention
 from toprope.store.log.chain import read_log
 from toprope.store.log.fold import JobState
-from toprope.store.log.records import Elected, Held, Pin, Retire
+from toprope.store.log.records import Elected, Held, Pin, Record, Retire, Struck, Taint
 from toprope.store.look.verify import verify_checkpoint
 from toprope.store.names import Key, hold_key, holds_prefix, snap_key, snaps_prefix
 from toprope.store.objects.protocol import ObjectStore
@@ -147,6 +147,80 @@ def test_the_source_of_the_current_attempt_stays_though_it_is_not_ready() -> Non
     job.open_attempt(ready=job.log.state.head, from_step=30)
     collect(store)
     assert len(objects_under(store, "s000000020")) == 0
+
+
+def test_a_step_that_the_next_attempt_may_go_back_to_stays_until_a_later_one_is_ready() -> None:
+    store = FakeStore()
+    job = small_store(store, steps=(10,))
+    for step in (12, 15, 18):
+        job.put_shard(step=step, rank=0)
+    job.open_attempt(held=Held(attempt_uid=uid(1), step=15), from_step=15)
+    collect(store)
+    assert len(objects_under(store, "s000000012")) == len(objects_under(store, "s000000015")) == 2
+    assert objects_under(store, "s000000018") == [], "step 18 is not on the lineage any more"
+    strike = Struck(attempt_uid=uid(1), step=15, why="damaged")
+    job.open_attempt(held=Held(attempt_uid=uid(1), step=12), from_step=12, struck=(strike,))
+    collect(store)
+    assert len(objects_under(store, "s000000012")) == 2
+    assert objects_under(store, "s000000015") == []
+    job.checkpoint(20)
+    job.open_attempt(ready=job.log.state.head, from_step=20)
+    collect(store)
+    assert objects_under(store, "s000000012") == []
+    assert verified(store) == [10, 20]
+
+
+def test_a_tainted_step_is_none_that_an_attempt_may_go_back_to() -> None:
+    store = FakeStore()
+    job = small_store(store, steps=(10,))
+    for step in (12, 15):
+        job.put_shard(step=step, rank=0)
+    job.open_attempt(held=Held(attempt_uid=uid(1), step=15), from_step=15)
+    job.log.add(Taint(attempt=1, from_step=12, to_step=12, reason="loss"))
+    collect(store)
+    assert objects_under(store, "s000000012") == []
+    assert len(objects_under(store, "s000000015")) == 2
+
+
+def test_what_is_dead_stays_dead_whatever_comes_next() -> None:
+    for seed in range(30):
+        rng, log = random.Random(seed), LogWriter(FakeStore()).begin()
+        log.add(attempt(1), ready(2, parent=None))
+        dead: set[tuple[int, int]] = set()
+        for _ in range(14):
+            log.add(next_record(log.state, rng))
+            now = {at for at in SOME_STEPS if is_dead(log.state, attempt=at[0], step=at[1])}
+            assert dead <= now, f"seed {seed}: {sorted(dead - now)} came back to life"
+            dead = now
+        assert dead < SOME_STEPS
+
+
+SOME_STEPS = {(attempt, step) for attempt in range(1, 18) for step in range(1, 30)}
+
+
+def next_record(state: JobState, rng: random.Random) -> Record:
+    """Return a record that may come next: READY, a taint, or an attempt from READY or from any step of the lineage."""
+    number, restorable = state.attempt_number + 1, state.restorable()
+    held = [
+        Held(attempt_uid=stretch.attempt_uid, step=step)
+        for stretch in state.lineage()
+        for step in range(stretch.after + 1, min(29, stretch.upto or state.last_step + 4) + 1)
+        if not state.is_tainted(attempt=int(stretch.attempt_uid, 16), step=step)
+        and (stretch.attempt_uid, step) not in state.struck
+    ]
+    what = rng.choice(("ready", "held", "held", "taint", "back"))
+    if what == "held" and held:
+        source, tried = rng.choice(held), rng.choice(held)
+        struck = (Struck(attempt_uid=tried.attempt_uid, step=tried.step, why="damaged"),) if tried != source else ()
+        return attempt(number, held=source, from_step=source.step, struck=struck)
+    if what == "taint" and len(restorable) > 1:
+        newest = restorable[0][1]
+        return Taint(attempt=newest.attempt, from_step=newest.step, to_step=newest.step, reason="loss")
+    good = [(seq, one) for seq, one in restorable if (one.attempt_uid, one.step) not in state.struck]
+    if what == "back" and good:
+        seq, one = rng.choice(good)
+        return attempt(number, ready=seq, from_step=one.step)
+    return ready(state.last_step + 1, number=state.attempt_number, parent=state.head)
 
 
 def test_what_a_source_names_stays_though_its_index_came_after_the_job_was_listed() -> None:

@@ -17,7 +17,7 @@ from toprope.store.checkpoint.manifest import Index, Manifest, Shard, encode, sh
 from toprope.store.checkpoint.shard import hash_image, index_of, parse_header
 from toprope.store.digest import digest
 from toprope.store.errors import AlreadyExistsError
-from toprope.store.log.records import AttemptFacts, Elected, Held, Member
+from toprope.store.log.records import AttemptFacts, Elected, Held, Member, Struck
 from toprope.store.names import Key, facts_key, index_key, manifest_key, shard_key
 from toprope.store.objects.protocol import ObjectStore
 
@@ -108,7 +108,14 @@ class JobBuilder:
         self.log.add(job(self.name), Elected(), job(self.name, spec=spec))
         return self.open_attempt()
 
-    def open_attempt(self, *, ready: int | None = None, held: Held | None = None, from_step: int = 0) -> JobBuilder:
+    def open_attempt(
+        self,
+        *,
+        ready: int | None = None,
+        held: Held | None = None,
+        from_step: int = 0,
+        struck: tuple[Struck, ...] = (),
+    ) -> JobBuilder:
         number = self.log.state.attempt_number + 1
         members = tuple(Member(rank=rank, node=f"n{rank}", boot_id=f"{rank:032x}") for rank in range(self.world))
         facts = encode(AttemptFacts(world=members, held_digests=(), versions={"python": "3.11.7"}))
@@ -119,6 +126,7 @@ class JobBuilder:
             ready=ready,
             held=held,
             from_step=from_step,
+            struck=struck,
             world_size=self.world,
             facts_sha256=self._put_facts(facts),
             spec_sha256=spec,
