@@ -8,7 +8,6 @@ import functools
 import json
 import os
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from toprope.coordinator.adapters import broker
 from toprope.trainer_hooks.torchrun.parent import die_with_parent
 
 KEEPER = "toprope.trainer_hooks.torchrun.worker"
@@ -207,10 +207,8 @@ def ending_well() -> Iterator[None]:
 
 
 def free_port() -> int:
-    """Return a loopback port that nothing listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Return a port that nothing listens on, on any address, kept for a server as ``broker.free_port`` keeps it."""
+    return broker.free_port("")
 
 
 def _children(pid: int) -> Iterator[int]:

@@ -42,10 +42,17 @@ def embedded(listen: Address) -> Iterator[Address]:
 
 
 def free_port(host: str) -> int:
-    """Return a port that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
+    """Return a port that nobody listens on, and that nobody is given who asks for any, as long as this process lives.
+
+    A socket that does not listen stays bound to it. That keeps out all but servers that set SO_REUSEADDR, as servers
+    do; without it, one of the many connections of a busy machine could take the port before its server does.
+    """
+    holder = socket.socket()
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    holder.bind((host, 0))
+    port = int(holder.getsockname()[1])
+    holder.detach()  # it stays open until this process ends
+    return port
 
 
 def main() -> None:

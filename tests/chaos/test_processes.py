@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import socket
 import sys
 from pathlib import Path
 
@@ -52,6 +53,15 @@ def test_stop_ends_a_process_that_ignores_a_request(tmp_path: Path) -> None:
     wait_until(lambda: "up" in process.log.read_text(), what="it is up", timeout_s=20, alive=[process])
 
     assert process.stop(timeout_s=0.2) == -signal.SIGKILL
+
+
+def test_a_port_is_kept_from_all_but_the_server_that_it_was_picked_for() -> None:
+    port = free_port()
+    with socket.socket() as stranger, pytest.raises(OSError, match="in use"):
+        stranger.bind(("127.0.0.1", port))
+    for host in ("127.0.0.1", ""):
+        with socket.create_server((host, port)):
+            pass
 
 
 def test_the_broker_comes_back_on_its_port(tmp_path: Path) -> None:

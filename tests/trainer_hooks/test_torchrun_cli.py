@@ -14,6 +14,7 @@ import torch.distributed.run
 from toprope.__main__ import main
 from toprope.trainer_hooks.errors import UsageError
 from toprope.trainer_hooks.torchrun import cli
+from toprope.trainer_hooks.torchrun.settings import ENVIRONMENT
 
 Started = list[list[str]]
 
@@ -23,7 +24,8 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Started:
     """The words that torchrun was started with; it starts nothing."""
     found: Started = []
     monkeypatch.setattr(torch.distributed.run, "main", found.append)
-    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "0")
+    for name in ENVIRONMENT:
+        monkeypatch.setenv(name, "0")
     monkeypatch.setattr(cli, "_MEETS_S", 0.3)
     return found
 
@@ -44,7 +46,8 @@ def test_one_node_is_run_as_it_was_said_and_its_ranks_are_kept(started: Started)
     words = ["--nproc-per-node=2", "--max-restarts=3", "train.py", "--rdzv-conf", "of the script"]
     assert main(["launch", "--", "torchrun", *words]) == 0
     assert started == [[*words[:2], *keeper(sys.executable, "-u"), *words[2:]]]
-    assert os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
+    assert ENVIRONMENT == {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "DCP_USE_PREFIX_STORE": "1"}
+    assert {name: os.environ[name] for name in ENVIRONMENT} == ENVIRONMENT
 
 
 def test_several_nodes_meet_where_they_are_told(started: Started, meeting: str, tmp_path: Path) -> None:

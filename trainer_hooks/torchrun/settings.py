@@ -6,6 +6,10 @@ Measured with two agents on one machine, a rank or an agent killed again and aga
   on the dead rank's address. ``TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1``: none.
 - A keep-alive of less than 3 s in all: an agent that comes back forms a world of its own.
 - The store inside an agent: the job ends with that agent.
+
+And found in torch's source: a process of ``torch.distributed.checkpoint.async_save`` listens on a port that was free
+when its trainer picked it, seconds before. ``DCP_USE_PREFIX_STORE=1``: it meets the others at the store of the process
+groups, which is a new one in each world here, so that it finds no addresses of the dead.
 """
 
 from __future__ import annotations
@@ -15,7 +19,7 @@ from dataclasses import dataclass
 
 from toprope.trainer_hooks.errors import UsageError
 
-ENVIRONMENT = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+ENVIRONMENT = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "DCP_USE_PREFIX_STORE": "1"}
 """What torchrun must find in its environment."""
 SAFE = {"is_host": "0", "last_call_timeout": "5", "keep_alive_interval": "1", "keep_alive_max_attempt": "5"}
 """What ``--rdzv-conf`` says unless it is told otherwise: nobody hosts the store, a lost agent is missed after 5 s."""

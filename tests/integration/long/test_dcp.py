@@ -20,6 +20,7 @@ from toprope.chaos.live.cluster import Cadences, Cluster, running_cluster
 from toprope.chaos.live.forking import ForkedServices, ForkServer
 from toprope.chaos.live.processes import become_subreaper
 from toprope.chaos.live.ranks import World
+from toprope.trainer_hooks.torchrun import settings
 
 pytestmark = [
     pytest.mark.long,
@@ -45,6 +46,7 @@ def run(doing: str, layout: str, world: int, out: Path, warm: ForkServer, cluste
         cluster=cluster,
         placement=lambda rank: "ab"[rank * 2 // world],
         target="tests.support.dcp_rank:main",
+        env=lambda _: settings.ENVIRONMENT,
     )
     ranks.start()
     try:
