@@ -19,7 +19,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from toprope.trainer_hooks import HookError
 from toprope.trainer_hooks.capture.state import Parts, capture
-from toprope.trainer_hooks.image import cuda
+from toprope.trainer_hooks.image import copying, cuda
 from toprope.trainer_hooks.link import wire
 from toprope.trainer_hooks.link.slot import SlotState, read_page
 from toprope.trainer_hooks.save import fence, lazy
@@ -406,6 +406,31 @@ def test_work_that_fails_voids_the_snapshot_and_opens_the_fence(sidecar: FakeSid
     one.end_step()
     assert one.hook.stats.skipped["void"] == 1
     one.hook.close("nothing")
+
+
+def test_a_lazy_copy_that_fails_as_nobody_foresaw_is_said_and_the_next_steps_are_saved_by_both_threads(
+    sidecar: FakeSidecar, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[type[BaseException]] = []
+    monkeypatch.setattr(threading, "excepthook", lambda args: told.append(args.exc_type))
+    monkeypatch.setattr(copying, "WORTH_A_THREAD_BYTES", 0)
+    one = trial(sidecar)
+    one.until_lazy()
+    saver = one.hook._saver
+    assert saver is not None
+    saver._copier._threads = 2
+    nothing: dict[str, int] = {}
+    with monkeypatch.context() as broken:
+        broken.setattr(saver, "_seal", lambda *_: nothing["unforeseen"])
+        one.forward_backward()
+        one.update()
+        one.end_step()
+        assert saver._lazy.wait(20)
+    one.train(2)
+    assert one.hook.close()
+    assert (told, one.hook.stats.skipped["void"]) == ([KeyError], 1)
+    assert f"step {one.step - 2} is void: the copy failed in a way that was not foreseen" in caplog.text
+    assert one.check(tmp_path) == one.step - 2
 
 
 def test_a_copy_from_a_device_is_asked_for_compared_and_sampled_like_any_other() -> None:

@@ -144,6 +144,7 @@ def test_a_lock_is_held_at_each_moment_while_another_process_takes_the_slots_ove
         os.waitpid(child, 0)
         for descriptor in (told, tell, heard, say):
             os.close(descriptor)
+    assert {lock_holder(path) for path in (kept, *others)} == {None}, "it has died alone: nobody saves any more"
 
 
 def _take_over(lent: list[wire.Slot], told: int, say: int) -> NoReturn:

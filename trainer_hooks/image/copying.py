@@ -72,30 +72,36 @@ class Copier:
         self._thread: threading.Thread | None = None
 
     def start(self, work: Callable[[], None]) -> None:
-        """Have the thread do this, which must not raise."""
+        """Have the thread do this. If it raises, ``threading.excepthook`` tells of it, and another thread goes on."""
         if self._thread is None:
-            self._thread = threading.Thread(target=self._serve, name="toprope-copy", daemon=True)
-            self._thread.start()
+            self._begin()
         self._work.put(work)
 
     def run(self, moves: Sequence[Move]) -> None:
-        """Make these copies, half of them in the thread if the machine has a processor for it."""
+        """Make these copies, half of them in the thread if the machine has a processor for it.
+
+        Raises:
+            RuntimeError: they were not all made.
+        """
         total = sum(move.count for move in moves)
         if self._threads == 1 or total < WORTH_A_THREAD_BYTES:
             _run(moves)
             return
         mine, other = _halves(moves, total)
-        done = threading.Event()
+        ended, copied = threading.Event(), threading.Event()
 
         def rest() -> None:
             try:
                 _run(other)
+                copied.set()
             finally:
-                done.set()
+                ended.set()
 
         self.start(rest)
         _run(mine)
-        done.wait()
+        ended.wait()
+        if not copied.is_set():
+            raise RuntimeError("the second thread failed to copy its half")
 
     def close(self) -> None:
         """End the thread once it has done what it was given."""
@@ -104,9 +110,19 @@ class Copier:
             self._thread.join()
             self._thread = None
 
+    def _begin(self) -> None:
+        self._thread = threading.Thread(target=self._serve, name="toprope-copy", daemon=True)
+        self._thread.start()
+
     def _serve(self) -> None:
-        while (work := self._work.get()) is not None:
-            work()
+        told_to_end = False
+        try:
+            while (work := self._work.get()) is not None:
+                work()
+            told_to_end = True
+        finally:
+            if not told_to_end:  # what comes next is not lost with this thread, nor waited for in vain
+                self._begin()
 
 
 def _run(moves: Sequence[Move]) -> None:

@@ -140,7 +140,7 @@ class Lazy:
 
     def _copy(self, parts: Sequence[_Part], then: Callable[[], None]) -> None:
         """Copy part by part, on the copying thread. Whatever happens, nobody waits for it for ever."""
-        self._trouble = "the copy failed"
+        self._trouble = "the copy failed in a way that was not foreseen; standard error has a traceback"
         try:
             sound = all([_copied(part) for part in parts])  # noqa: C419 - each part, also after one that is not sound
             if sound and not self._abandoned:

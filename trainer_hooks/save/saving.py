@@ -212,7 +212,7 @@ class Saver:
             )
             if not later:
                 self._seal(grant, page, written)
-        except OSError as error:
+        except (OSError, RuntimeError) as error:
             self._give_up(grant, step, plan.image_bytes(len(snapshot.document)), "slot can't be written", str(error))
             return
         self._lazy.prove(grant.target, plan, snapshot)

@@ -1,0 +1,51 @@
+"""The copying thread: what it can't do is said, and it goes on with what comes next."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+from toprope.trainer_hooks.image.copying import WORTH_A_THREAD_BYTES, Copier, Move
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> list[type[BaseException]]:
+    """The errors that a thread ended with, as they were told of."""
+    found: list[type[BaseException]] = []
+    monkeypatch.setattr(threading, "excepthook", lambda args: found.append(args.exc_type))
+    return found
+
+
+class Unreadable:
+    """A tensor that is not there any more, in a way that nobody foresaw."""
+
+    def data_ptr(self) -> int:
+        raise LookupError
+
+
+def test_work_that_raises_is_told_of_and_the_next_is_done_all_the_same(told: list[type[BaseException]]) -> None:
+    copier, done = Copier(threads=2), threading.Event()
+    nothing: dict[str, None] = {}
+    for _ in range(2):
+        copier.start(lambda: nothing["unforeseen"])
+    copier.start(done.set)
+    assert done.wait(20)
+    copier.close()
+    assert told == [KeyError, KeyError]
+
+
+def test_halves_are_copied_and_one_that_was_not_is_an_error(told: list[type[BaseException]]) -> None:
+    half = torch.arange(WORTH_A_THREAD_BYTES // 8, dtype=torch.int64)
+    target = torch.zeros(2, len(half), dtype=torch.int64)
+    gone: Any = Unreadable()
+    copier = Copier(threads=2)
+    mine, other = (Move(target[at].data_ptr(), half, half.nbytes) for at in range(2))
+    with pytest.raises(RuntimeError, match="failed to copy its half"):
+        copier.run([mine, Move(other.to, gone, half.nbytes)])
+    assert (told, int(target[1].any())) == ([LookupError], 0)
+    copier.run([mine, other])
+    copier.close()
+    assert torch.equal(target, torch.stack([half, half]))
