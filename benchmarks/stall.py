@@ -1,8 +1,8 @@
 """How long training stands still for a snapshot, ours and others', as ratios to a plain copy of the same tensors.
 
 In each round a fresh trainer process saves in each way in turn, each round beginning with another one. Between the
-saves, one thread copies the same tensors into shared memory. Machines differ and are noisy: read the ratios, not the
-times.
+saves, one thread copies the same tensors into shared memory, and then two threads copy half of the bytes each, which
+is the least that two threads can take on this machine. Machines differ and are noisy: read the ratios, not the times.
 
     python benchmarks/stall.py [--mib 96] [--rounds 3] [--only KIND ...] [--peers DIRECTORY] [--json FILE]
 
@@ -14,6 +14,7 @@ times.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import os
 import platform
@@ -24,14 +25,17 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, TypeAlias
 
 from first import BYTES_PER_PARAMETER, EVERY, MEMORY, PARAMETERS_EACH, shared, timed, wait_protected
 from others import NEED_PEERS, OTHERS, saving
 
+Range: TypeAlias = tuple[int, int, int]
 OWN = ("eager", "lazy")
 KINDS = (*OWN, *OTHERS)
 TAKES = 4
@@ -44,7 +48,8 @@ STEP_S = 0.02
 PROOFS, SLOTS = 3, 3
 """Snapshots until lazy copies are trusted; snapshots until each slot was used once."""
 WAY_TIMEOUT_S = 45
-TIMES = ("blocked", "first", "free", "fence", "protected")
+TIMES = ("two", "blocked", "first", "free", "fence", "protected")
+"""``two`` is the plain copy by two threads."""
 
 
 def main() -> None:
@@ -118,6 +123,9 @@ def figures_of(rounds: list[dict[str, list[float]]]) -> dict[str, float]:
             ratios = [ratio for found in rounds for ratio in ratios_of(found[f"{name}_s"], found["copy_s"])]
             figures[f"{name}_ratio"] = statistics.median(ratios)
             figures[f"{name}_least"], figures[f"{name}_most"] = min(ratios), max(ratios)
+    figures["of_two"] = statistics.median(
+        ratio for found in rounds for ratio in ratios_of(found["blocked_s"], found["two_s"])
+    )
     return figures
 
 
@@ -144,6 +152,7 @@ def show(figures: dict[str, Any]) -> None:
             cells.append(cell if f"{name}_s" in found else "-")
         print(f"{kind:20}{found['copy_s'] * 1e3:8.1f}" + "".join(f"{cell:>28}" for cell in cells))
     for kind, found in figures["kinds"].items():
+        print(f"{kind}: blocked is {found['of_two']:.2f} of the copy by two threads")
         if "idle_s" in found:
             share = found["idle_s"] / STEP_S
             print(f"{kind}: a step with nothing due takes {found['idle_s'] * 1e6:.1f} us, {share:.4%} of a 20 ms step")
@@ -179,36 +188,79 @@ class Trainer:
         return [*self.model, *(self.optimizer.state[p][key] for p in self.model for key in ("exp_avg", "exp_avg_sq"))]
 
     @contextmanager
-    def plain_copy(self) -> Iterator[Callable[[], None]]:
-        """Yield work that copies the same tensors, one after the other, into shared memory that is faulted in."""
+    def plain_copies(self) -> Iterator[Copies]:
+        """Yield the copies of the same tensors, one after the other, into shared memory that is faulted in."""
         import torch  # noqa: PLC0415 - as above
 
-        with shared(sum(tensor.nbytes for tensor in self.tensors())) as target:
+        with (
+            shared(sum(tensor.nbytes for tensor in self.tensors())) as target,
+            ThreadPoolExecutor(max_workers=1) as helper,
+        ):
             flat = torch.frombuffer(target, dtype=torch.float32)
             places = list(zip(flat.split(PARAMETERS_EACH), self.tensors(), strict=True))
+            ranges = [(place.data_ptr(), tensor.data_ptr(), tensor.nbytes) for place, tensor in places]
+            mine, other = halves(ranges)
 
-            def work() -> None:
+            def by_one() -> None:
                 with torch.no_grad():
                     for place, tensor in places:
                         place.copy_(tensor)
 
-            work()
-            yield work
+            def by_two() -> None:
+                rest = helper.submit(move, other)
+                move(mine)
+                rest.result()
+
+            yield Copies(by_one, by_two)
+
+
+@dataclass(frozen=True, slots=True)
+class Copies:
+    """Plain copies of the state."""
+
+    by_one: Callable[[], None]
+    by_two: Callable[[], None]
+
+    def take(self, found: dict[str, list[float]]) -> None:
+        """Make both, each time the other one first, and note how long they took."""
+        both = [("copy_s", self.by_one), ("two_s", self.by_two)]
+        for name, work in both if len(found["copy_s"]) % 2 else reversed(both):
+            found[name].append(timed(work)[1])
+
+
+def halves(ranges: Sequence[Range]) -> tuple[list[Range], list[Range]]:
+    """Cut the ranges, each as where to, where from and how many bytes, into two times as many bytes."""
+    left = sum(count for _, _, count in ranges) // 2
+    mine, other = [], []
+    for to, source, count in ranges:
+        cut = min(count, left) // 64 * 64
+        mine.append((to, source, cut))
+        other.append((to + cut, source + cut, count - cut))
+        left -= cut
+    return mine, other
+
+
+def move(ranges: Sequence[Range]) -> None:
+    """Copy; other threads run meanwhile."""
+    for to, source, count in ranges:
+        if count:
+            ctypes.memmove(to, source, count)
 
 
 def one_round(socket_path: str, coordinator_url: str, *, kinds: Sequence[str], mib: int) -> None:
     """Train and save in each way, and print what was found or why nothing was; this is a trainer's process."""
     trainer = Trainer(mib)
     trainer.optimizer.step()
-    with trainer.plain_copy() as copy:
+    with trainer.plain_copies() as copies:
+        copies.take({"copy_s": [], "two_s": []})  # the first use of their memory
         for kind in kinds:
             found: dict[str, list[float]] | str
             try:
                 with at_most(WAY_TIMEOUT_S):
                     if kind in OWN:
-                        found = own_way(trainer, copy, socket_path, coordinator_url, lazy=kind == "lazy")
+                        found = own_way(trainer, copies, socket_path, coordinator_url, lazy=kind == "lazy")
                     else:
-                        found = others_way(trainer, copy, kind)
+                        found = others_way(trainer, copies, kind)
             except (RuntimeError, OSError, ImportError, ValueError, TypeError, SystemExit) as error:
                 found = f"{type(error).__name__}: {error}"
             print(json.dumps({kind: found}), flush=True)
@@ -230,13 +282,15 @@ def at_most(seconds: int) -> Iterator[None]:
 
 
 def own_way(
-    trainer: Trainer, copy: Callable[[], None], socket_path: str, coordinator_url: str, *, lazy: bool
+    trainer: Trainer, copies: Copies, socket_path: str, coordinator_url: str, *, lazy: bool
 ) -> dict[str, list[float]]:
     """Take snapshots with the hook."""
     from toprope.trainer_hooks import Checkpointer  # noqa: PLC0415 - only a trainer needs it
 
     ckpt = Checkpointer(job="bench", model=trainer.model, optimizer=trainer.optimizer, socket=socket_path, lazy=lazy)
-    found: dict[str, list[float]] = {name: [] for name in ("free_s", "fence_s", "protected_s", "idle_s", "copy_s")}
+    found: dict[str, list[float]] = {
+        name: [] for name in ("free_s", "fence_s", "protected_s", "idle_s", "copy_s", "two_s")
+    }
     blocked: list[float] = []
     warm_up = SLOTS + (PROOFS if lazy else 0)
     step = restored = ckpt.restore()
@@ -261,7 +315,7 @@ def own_way(
         computed_s = time.perf_counter() - began
         wait_protected(coordinator_url, step)
         found["protected_s"].append(blocked_s + max(computed_s, time.perf_counter() - began))
-        found["copy_s"].append(timed(copy)[1])
+        copies.take(found)
         step += 1
         ckpt.end_step(step)  # takes in what the fence waited
         found["fence_s"].append(ckpt.stats.fence_wait_s - waited_s)
@@ -273,9 +327,11 @@ def own_way(
     return {**found, "first_s": blocked[:1], "blocked_s": blocked[warm_up:]}
 
 
-def others_way(trainer: Trainer, copy: Callable[[], None], kind: str) -> dict[str, list[float]]:
+def others_way(trainer: Trainer, copies: Copies, kind: str) -> dict[str, list[float]]:
     """Save in another's way, with an update between two saves."""
-    found: dict[str, list[float]] = {name: [] for name in ("blocked_s", "first_s", "free_s", "protected_s", "copy_s")}
+    found: dict[str, list[float]] = {
+        name: [] for name in ("blocked_s", "first_s", "free_s", "protected_s", "copy_s", "two_s")
+    }
     with saving(kind) as save:
         for number in range(WARM_UP + TAKES):
             trainer.optimizer.step()
@@ -286,7 +342,7 @@ def others_way(trainer: Trainer, copy: Callable[[], None], kind: str) -> dict[st
                 found["blocked_s"].append(took.blocked_s)
                 found["free_s"].append(took.free_s)
                 found["protected_s"] += [took.saved_s] if took.saved_s is not None else []
-                found["copy_s"].append(timed(copy)[1])
+                copies.take(found)
     return found
 
 
