@@ -212,23 +212,31 @@ def our_upload(root: str, path: Path) -> None:
 
 
 def our_download(root: str, path: Path) -> None:
-    """Get an object as a restore stages it: into the mapping of a new file."""
-    from toprope.store import digest  # noqa: PLC0415 - only this process needs it
+    """Get an object as a restore stages it: each range through a buffer of its thread into a new file in memory."""
+    from toprope.sidecar.adapters.files import Pages  # noqa: PLC0415 - only this process needs it
+    from toprope.sidecar.memory import Memory  # noqa: PLC0415 - as above
+    from toprope.store.checkpoint.files import write_image  # noqa: PLC0415 - as above
+    from toprope.store.checkpoint.manifest import File, Head, Index  # noqa: PLC0415 - as above
     from toprope.store.names import Key  # noqa: PLC0415 - as above
     from toprope.store.objects.opening import open_store  # noqa: PLC0415 - as above
 
     store, key = open_store(root), Key("job/object")
     size = store.size(key)
-    with path.open("w+b") as file:
-        os.posix_fallocate(file.fileno(), 0, size)
-        with mmap.mmap(file.fileno(), size) as mapped, memoryview(mapped) as view:
-
-            def fill(start: int) -> bytes:
-                store.read_into(key, view[start : start + digest.FILL_BYTES], start=start)
-                return b""
-
-            for _ in digest.read_ahead(fill, range(0, size, digest.FILL_BYTES)):
-                pass
+    index = Index(
+        job_uid="",
+        attempt=1,
+        attempt_uid="",
+        step=1,
+        rank=0,
+        world=1,
+        bytes=size,
+        digest="",
+        head=Head(file=0, begin=0, end=size, digest=""),
+        files=(File(key=key, bytes=size, digest=""),),
+        tensors=(),
+    )
+    with Memory(path.parent, Pages(), limit_bytes=None).filling(path, size) as file:
+        write_image(store, index, file.write)
 
 
 @contextlib.contextmanager

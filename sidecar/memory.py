@@ -11,12 +11,12 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import mmap
 import os
 import re
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,15 +25,15 @@ from toprope.sidecar.ports import PagesPort
 from toprope.sidecar.values import Shard, SlotSight, shard_of_page
 from toprope.store.checkpoint.shard import identity_of, parse_header
 from toprope.store.digest import digest as digest_of
-from toprope.store.errors import CorruptObjectError, UsageError
+from toprope.store.errors import CorruptObjectError
 from toprope.trainer_hooks.link.slot import Page, SlotPaths, SlotState, lock_holder, slot_paths
 
-LOCK_NAME = "sidecar.lock"
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14
 _POPULATE_CHUNK = 16 * 1024 * 1024
 _SLOT = re.compile(r"slot-(\d{1,9})\.data")
 _RANK = re.compile(r"rank-(\d{1,9})")
 _SPARE = re.compile(r"rank-(\d{1,9})-spare-(\d)\.data")
+_NEW = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
 
 
 class DroppedError(Exception):
@@ -53,6 +53,48 @@ def spare_files(root: Path, rank: int, number: int) -> SlotPaths:
     """Return the files of a spare (it has no lock) in a job's directory."""
     stem = root / "peer" / f"rank-{rank}-spare-{number}"
     return SlotPaths(data=stem.with_suffix(".data"), page=stem.with_suffix(".page"), lock=stem.with_suffix(".lock"))
+
+
+class Filling:
+    """A new file in memory that is being filled, by several threads at once, each of which makes its own room.
+
+    Its methods raise NoRoomError where there is none; a page for which no room was made is SIGBUS then.
+    """
+
+    def __init__(self, memory: Memory, descriptor: int, path: Path) -> None:
+        self._memory = memory
+        self._descriptor = descriptor
+        self._path = path
+
+    def write(self, at: int, body: bytes | memoryview) -> None:
+        """Write bytes to their place."""
+        with memoryview(body) as view, self._translated(len(view)):
+            done = 0
+            while done < len(view):
+                done += os.pwrite(self._descriptor, view[done:], at + done)
+
+    def room(self, begin: int, end: int) -> memoryview:
+        """Return a writable view of bytes ``begin`` to ``end``, for whoever receives straight into it."""
+        self.reserve(begin, end)
+        return self._memory.view(self._path)[begin:end]
+
+    def reserve(self, begin: int, end: int) -> None:
+        """Make room for bytes ``begin`` to ``end``."""
+        if begin < end:
+            with self._translated(end - begin):
+                os.posix_fallocate(self._descriptor, begin, end - begin)
+
+    @contextmanager
+    def _translated(self, more: int) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if error.errno not in {errno.ENOSPC, errno.ENOMEM}:
+                raise
+            text = why_too_little(measure(self._memory.root), more, what=self._path.name)
+            raise NoRoomError(
+                text or f"{self._path}: {more} bytes more do not fit: {os.strerror(error.errno)}"
+            ) from error
 
 
 class Memory:
@@ -115,6 +157,7 @@ class Memory:
             for number in numbers:
                 paths = self.slot(rank, number)
                 self._make(paths.data, size)
+                _fault_in(self.view(paths.data))
                 self._pages.write(paths.page, Page(rank=rank))
                 os.close(os.open(paths.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
         except NoRoomError:
@@ -141,6 +184,8 @@ class Memory:
     def fit(self, path: Path, size: int) -> memoryview:
         """Return a writable view of a file of at least this size, made anew if the one there is smaller.
 
+        Room for all of it is there, but its pages are found only as they are written.
+
         Raises:
             NoRoomError: it does not fit.
         """
@@ -150,26 +195,24 @@ class Memory:
             self._make(path, size)
         return self.view(path)[:size]
 
-    def fit_parts(self, path: Path, size: int, parts: Sequence[tuple[int, int]]) -> memoryview:
-        """Return a writable view of a new file of this size that has room for these ranges only.
+    @contextmanager
+    def filling(self, path: Path, size: int, *, needed: int | None = None) -> Iterator[Filling]:
+        """Yield a new file of this size, of which ``needed`` bytes are to be filled; after an error it is gone.
 
         Raises:
-            NoRoomError: they do not fit.
+            NoRoomError: what is needed does not fit.
         """
         self._remove(path)
-        self._check_room(sum(end - begin for begin, end in parts), what=path.name)
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        self._check_room(size if needed is None else needed, what=path.name)
+        descriptor = os.open(path, _NEW, 0o600)
         try:
             os.ftruncate(descriptor, size)
-            for begin, end in parts:
-                if begin < end:
-                    os.posix_fallocate(descriptor, begin, end - begin)
-        except OSError as error:
-            path.unlink()
-            raise NoRoomError(f"{path.name} does not fit: {os.strerror(error.errno or 0)}") from error
+            yield Filling(self, descriptor, path)
+        except BaseException:
+            self._remove(path)
+            raise
         finally:
             os.close(descriptor)
-        return self.view(path)
 
     def drop_staged(self, *, keep: str) -> None:
         """Delete staged files, but for those of attempt ``keep``."""
@@ -188,18 +231,14 @@ class Memory:
         return memoryview(found)
 
     def _make(self, path: Path, size: int) -> None:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        descriptor = os.open(path, _NEW, 0o600)
         try:
-            os.posix_fallocate(descriptor, 0, size)
-        except OSError as error:
+            Filling(self, descriptor, path).reserve(0, size)
+        except (NoRoomError, OSError):
             path.unlink()
-            if error.errno not in {errno.ENOSPC, errno.ENOMEM}:
-                raise
-            text = why_too_little(measure(self.root), size, what=path.name)
-            raise NoRoomError(text or f"{path} of {size} bytes does not fit: {os.strerror(error.errno)}") from error
+            raise
         finally:
             os.close(descriptor)
-        _fault_in(self.view(path))
 
     def _check_room(self, more: int, *, what: str) -> None:
         text = why_too_little(measure(self.root), more, what=what)
@@ -348,56 +387,6 @@ def boot_id(memory_dir: Path) -> str:
         finally:
             drawn.unlink()
     return path.read_text(encoding="ascii").strip()
-
-
-def lock_memory(root: Path) -> int:
-    """Return a descriptor whose lock says that this process owns the directory, until it ends.
-
-    Raises:
-        UsageError: another live sidecar owns it.
-    """
-    descriptor = os.open(root / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        os.close(descriptor)
-        raise UsageError(
-            f"another sidecar serves {root}: stop it first, or give this one its own --memory-dir"
-        ) from error
-    return descriptor
-
-
-def refuse_if_owned(root: Path) -> None:
-    """See, without making anything, that no other process owns the directory now.
-
-    Raises:
-        UsageError: a live sidecar owns it, or it can't be looked at.
-    """
-    try:
-        if (root / LOCK_NAME).exists():
-            os.close(lock_memory(root))
-    except OSError as error:
-        raise _unwritable(root, error, what="--memory-dir") from error
-
-
-def make_directory(path: Path, *, what: str) -> None:
-    """Make a directory of this user's, with its parents, and see that it can be written.
-
-    Raises:
-        UsageError: it can't be made or written.
-    """
-    try:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        trial = path / f"tmp.{os.urandom(8).hex()}"
-        os.close(os.open(trial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
-        trial.unlink()
-    except OSError as error:
-        raise _unwritable(path, error, what=what) from error
-
-
-def _unwritable(path: Path, error: OSError, *, what: str) -> UsageError:
-    reason = os.strerror(error.errno or 0)
-    return UsageError(f"{what} {path} can't be written: {reason}. Give a directory that this user can write")
 
 
 def _fault_in(view: memoryview) -> None:

@@ -9,7 +9,7 @@ import os
 import signal
 import socket
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 
 import aiohttp
@@ -27,17 +27,9 @@ from toprope.sidecar.adapters.peers import HttpPeers
 from toprope.sidecar.budget import measure, needed_bytes, why_too_little
 from toprope.sidecar.config import SidecarConfig
 from toprope.sidecar.core import Core
+from toprope.sidecar.directories import lock_directory, make_directory, refuse_if_owned
 from toprope.sidecar.local_tier import LocalTier
-from toprope.sidecar.memory import (
-    Memory,
-    boot_id,
-    lock_memory,
-    make_directory,
-    refuse_if_owned,
-    slot_files,
-    spare_files,
-    used_bytes,
-)
+from toprope.sidecar.memory import Memory, boot_id, slot_files, spare_files, used_bytes
 from toprope.sidecar.pace import Pace
 from toprope.sidecar.performer import Parts, Sidecar
 from toprope.sidecar.ports import Ports
@@ -72,12 +64,13 @@ async def run(config: SidecarConfig, wrap: Wrap = unwrapped) -> None:
         RefusedError: the coordinator does not want it.
     """
     give_back_large_buffers()
-    refuse_if_owned(config.job_memory)
+    refuse_if_owned(config.job_memory, option="--memory-dir")
+    refuse_if_owned(config.job_local, option="--local-dir")
     check_admission(config)
     make_directory(config.job_local, what="--local-dir")
     with _bound(config) as listening:
         store = _opened(config.store)
-        with _owned_memory(config):
+        with _owned(config):
             host, port = listening.getsockname()[:2]
             ground = Ground(
                 store=store,
@@ -99,15 +92,14 @@ def _opened(root: str) -> ObjectStore:
 
 
 @contextmanager
-def _owned_memory(config: SidecarConfig) -> Iterator[None]:
-    """Own the memory directory while the context lasts. Made after all other checks: who is refused leaves none."""
-    make_directory(config.memory_dir, what="--memory-dir")
-    make_directory(config.job_memory, what="--memory-dir")
-    lock = lock_memory(config.job_memory)
-    try:
+def _owned(config: SidecarConfig) -> Iterator[None]:
+    """Own this job's directories while the context lasts. After all other checks: who is refused leaves no memory."""
+    with ExitStack() as locks:
+        locks.callback(os.close, lock_directory(config.job_local, option="--local-dir"))
+        make_directory(config.memory_dir, what="--memory-dir")
+        make_directory(config.job_memory, what="--memory-dir")
+        locks.callback(os.close, lock_directory(config.job_memory, option="--memory-dir"))
         yield
-    finally:
-        os.close(lock)
 
 
 def check_admission(config: SidecarConfig) -> None:

@@ -10,11 +10,11 @@ from pathlib import Path
 from toprope.coordinator.wire import RestoreShard
 from toprope.sidecar.effects import Stage
 from toprope.sidecar.events import ShardStaged
-from toprope.sidecar.memory import Memory, NoRoomError
+from toprope.sidecar.memory import Filling, Memory, NoRoomError
 from toprope.sidecar.parts import Part, Parts, parts_in, runs, wanted
 from toprope.sidecar.ports import PeerError, PeersPort
 from toprope.sidecar.values import Way
-from toprope.store.checkpoint.files import FileReader, fill_from_image, places
+from toprope.store.checkpoint.files import FileReader, places, write_image
 from toprope.store.checkpoint.manifest import Index
 from toprope.store.checkpoint.ready import read_index_at
 from toprope.store.digest import digest, digest_of_file
@@ -94,14 +94,14 @@ class Stager:
                 else:
                     self._some_from_store(index, request.tensors, some)
                 return some, request.tensors
-            view = self.memory.fit(path, request.shard.bytes)
-            if index is None:
-                self._from_node(request, way, view)
-            else:
-                self._from_store(index, view)
+            with self.memory.filling(path, request.shard.bytes) as file:
+                if index is None:
+                    self._from_node(request, way, file.room(0, request.shard.bytes))
+                else:
+                    self._from_store(index, file)
         except (NoRoomError, OSError) as error:
             raise _WayError(f"no room to stage it: {error}") from error
-        _check(digest(view), request.shard)
+        _check(digest(self.memory.view(path)), request.shard)
         return path, _ALL
 
     def _take_here(self, request: Stage, way: Way) -> Path:
@@ -126,9 +126,9 @@ class Stager:
         """Fetch the same from a peer, that has taken all digests anew for it: the whole is what the source says."""
         url = _url(request, way)
 
-        def fetch(some: Sequence[Part], view: memoryview) -> None:
+        def fetch(some: Sequence[Part], file: Filling) -> None:
             for begin, end in runs(some):
-                self.peers.receive(url, view[begin:end], begin=begin)
+                self.peers.receive(url, file.room(begin, end), begin=begin)
 
         try:
             parts = self.peers.parts(url, of_bytes=request.shard.bytes)
@@ -147,9 +147,9 @@ class Stager:
         _check(index.digest, request.shard)
         return index
 
-    def _from_store(self, index: Index, view: memoryview) -> None:
+    def _from_store(self, index: Index, file: Filling) -> None:
         try:
-            fill_from_image(self.objects, index, view)
+            write_image(self.objects, index, file.write)
         except CkptError as error:
             raise _WayError(str(error), again=isinstance(error, UnavailableError)) from error
 
@@ -158,11 +158,11 @@ class Stager:
         files = [FileReader(self.objects, file) for file in index.files]
         stored = dict(places(index))
 
-        def fetch(some: Sequence[Part], view: memoryview) -> None:
+        def fetch(some: Sequence[Part], file: Filling) -> None:
             for part in some:
                 if part.begin < part.end:  # an empty one may begin where another does
                     lies = stored[part.begin]
-                    view[part.begin : part.end] = files[lies.file].read(lies.begin, lies.end)
+                    file.write(part.begin, files[lies.file].read(lies.begin, lies.end))
 
         try:
             self._some(parts_in(index), tensors, path, fetch)
@@ -170,19 +170,21 @@ class Stager:
             raise _WayError(str(error), again=isinstance(error, UnavailableError)) from error
 
     def _some(
-        self, parts: Parts, tensors: frozenset[str], path: Path, fetch: Callable[[Sequence[Part], memoryview], None]
+        self, parts: Parts, tensors: frozenset[str], path: Path, fetch: Callable[[Sequence[Part], Filling], None]
     ) -> None:
         """Let these tensors be fetched, check each, and write down the digests of all, so that they can be compared."""
         some = wanted(parts, tensors)
-        view = self.memory.fit_parts(path, parts.bytes, [(part.begin, part.end) for part in some])
-        fetch(some, view)
+        with self.memory.filling(path, parts.bytes, needed=sum(part.end - part.begin for part in some)) as file:
+            fetch(some, file)
+        view = self.memory.view(path)
         for part in some:
             found = digest(view[part.begin : part.end])
             if found != part.digest:
                 name = f"its tensor {part.name}" if part.name else "its header"
                 raise _WayError(f"{name} has digest {found}; expected {part.digest}")
         body = json.dumps({part.name: part.digest for part in parts.parts if part.name}).encode()
-        self.memory.fit_parts(path.with_suffix(DIGESTS), len(body), [(0, len(body))])[:] = body
+        with self.memory.filling(path.with_suffix(DIGESTS), len(body)) as file:
+            file.write(0, body)
 
 
 def _url(request: Stage, way: Way) -> str:

@@ -39,7 +39,7 @@ from toprope.sidecar.ports import CoordinatorError
 from toprope.sidecar.shouts import Shouts
 from toprope.sidecar.siblings import Siblings
 from toprope.sidecar.values import Identity, Shard, Way, shard_of_page
-from toprope.store.checkpoint.files import fill_from_image
+from toprope.store.checkpoint.files import write_image
 from toprope.store.checkpoint.ready import read_index_at
 from toprope.store.checkpoint.shard import identity_of, parse_header
 from toprope.store.digest import digest
@@ -586,7 +586,9 @@ class SimSidecar:
             if index.bytes != shard.bytes:
                 raise _WrongError("it is not as long as it should be")
             with memoryview(file.data) as view:
-                await self.world.loop.stepwise(partial(fill_from_image, self.world.store, index, view))
+                await self.world.loop.stepwise(
+                    partial(write_image, self.world.store, index, partial(_write_into, view))
+                )
         if not _is_right(digest(bytes(file.data)), shard.digest):
             raise _WrongError("it is not what it should be")
         return stage_path(effect.attempt_uid, shard.rank)
@@ -707,6 +709,10 @@ def _held(after: int) -> Callable[[SimSidecar], Coroutine[object, object, Invent
 
 def _place(shard: Shard) -> tuple[str, int, int]:
     return shard.attempt_uid, shard.step, shard.rank
+
+
+def _write_into(view: memoryview, at: int, body: memoryview) -> None:
+    view[at : at + len(body)] = body
 
 
 def _is_right(found: str, expected: str) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -30,12 +31,6 @@ class _Piece:
             return store.read(self.key, start=self.begin, length=self.end - self.begin)
         body = store.read(self.key, start=frame.packed_begin, length=frame.packed_end - frame.packed_begin)
         return codec.unpack_frame(body, size=frame.end - frame.begin, name=self.key)[self.begin : self.end]
-
-    def read_into(self, store: ObjectStore, into: memoryview) -> None:
-        if self.frame is None:
-            store.read_into(self.key, into, start=self.begin)
-        else:
-            into[:] = self.read(store)
 
 
 class FileReader:
@@ -97,14 +92,27 @@ def image_chunks(store: ObjectStore, index: Index) -> Iterator[bytes]:
     yield from _read_all(store, index, lambda _, piece: piece.read(store), at_once=digest.CHUNK_BYTES)
 
 
-def fill_from_image(store: ObjectStore, index: Index, into: memoryview) -> None:
-    """Fill ``into``, which is as long as a rank's image, with it; raises as a ``FileReader`` does."""
+def write_image(store: ObjectStore, index: Index, write: Callable[[int, memoryview], None]) -> None:
+    """Hand a rank's image to ``write``, piece by piece with its place there, in any order and from several threads.
 
-    def fill(at: int, piece: _Piece) -> bytes:
-        piece.read_into(store, into[at : at + piece.end - piece.begin])
+    Each thread reads into a buffer of its own, whose pages it finds once: to write from there costs less than to have
+    new pages found, and cleared, for all that is read. Raises as a ``FileReader`` does, and as ``write`` does.
+    """
+    own = threading.local()
+
+    def pass_on(at: int, piece: _Piece) -> bytes:
+        if piece.frame is not None:
+            write(at, memoryview(piece.read(store)))
+            return b""
+        length = piece.end - piece.begin
+        if len(getattr(own, "buffer", b"")) < length:
+            own.buffer = bytearray(length)
+        with memoryview(own.buffer) as whole, whole[:length] as into:
+            store.read_into(piece.key, into, start=piece.begin)
+            write(at, into)
         return b""
 
-    deque(_read_all(store, index, fill, at_once=digest.FILL_BYTES), maxlen=0)
+    deque(_read_all(store, index, pass_on, at_once=digest.FILL_BYTES), maxlen=0)
 
 
 def _read_all(

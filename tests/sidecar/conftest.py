@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -40,3 +41,18 @@ def nodes(tmp_path: Path, memory_dir: Path, stub: CoordinatorStub, sidecars: For
             node.process.kill()
         if node.log.exists():
             sys.stderr.write(f"--- log of {node.name}\n{node.log.read_text()}")
+
+
+@pytest.fixture
+def small_tmpfs(tmp_path: Path) -> Iterator[Path]:
+    """Mount a tmpfs of 1 MiB."""
+    directory = tmp_path / "tmpfs"
+    directory.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(directory)], capture_output=True, check=False
+    )
+    if mounted.returncode != 0:
+        pytest.skip("may not mount a tmpfs here")
+    assert subprocess.run(["mountpoint", "-q", str(directory)], check=False).returncode == 0
+    yield directory
+    subprocess.run(["umount", "-l", str(directory)], check=True)

@@ -6,8 +6,6 @@ import errno
 import fcntl
 import mmap
 import os
-import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,10 +15,11 @@ from tests.support.scripted_trainer import image
 from toprope.coordinator.wire import ReadBackTask
 from toprope.sidecar.adapters.files import Disk, Pages
 from toprope.sidecar.budget import Room, measure, needed_bytes, why_too_little
+from toprope.sidecar.directories import lock_directory
 from toprope.sidecar.effects import DropLocal
 from toprope.sidecar.events import LocalStored, StoreFailed
 from toprope.sidecar.local_tier import LocalError, LocalTier
-from toprope.sidecar.memory import DroppedError, Memory, NoRoomError, boot_id, lock_memory, used_bytes
+from toprope.sidecar.memory import DroppedError, Memory, NoRoomError, boot_id, used_bytes
 from toprope.sidecar.object_tier import DamagedError, ObjectTier, read_back
 from toprope.sidecar.ports import SyncError
 from toprope.sidecar.tier_book import TierBook
@@ -150,20 +149,6 @@ def test_a_limit_is_kept_and_nothing_is_left_of_slots_that_do_not_fit(memory_dir
     assert len(memory.look(0)) == 2
 
 
-@pytest.fixture
-def small_tmpfs(tmp_path: Path) -> Iterator[Path]:
-    directory = tmp_path / "tmpfs"
-    directory.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(directory)], capture_output=True, check=False
-    )
-    if mounted.returncode != 0:
-        pytest.skip("may not mount a tmpfs here")
-    assert subprocess.run(["mountpoint", "-q", str(directory)], check=False).returncode == 0
-    yield directory
-    subprocess.run(["umount", "-l", str(directory)], check=True)
-
-
 def test_a_full_tmpfs_is_an_error_with_both_numbers_and_no_signal(small_tmpfs: Path) -> None:
     memory = memory_in(small_tmpfs)
     with pytest.raises(NoRoomError, match=r"3.00 MiB .* of memory needed, 1.00 MiB .* free in .*--shm-size"):
@@ -190,12 +175,12 @@ def test_the_boot_id_is_drawn_once(memory_dir: Path) -> None:
     assert sorted(path.name for path in memory_dir.iterdir()) == ["boot_id"]
 
 
-def test_a_memory_directory_has_one_sidecar(memory_dir: Path) -> None:
-    held = lock_memory(memory_dir)
-    with pytest.raises(UsageError, match="another sidecar serves"):
-        lock_memory(memory_dir)
+def test_a_directory_has_one_sidecar(memory_dir: Path) -> None:
+    held = lock_directory(memory_dir, option="--memory-dir")
+    with pytest.raises(UsageError, match=rf"another sidecar .* serves {memory_dir}: .* its own --memory-dir"):
+        lock_directory(memory_dir, option="--memory-dir")
     os.close(held)
-    os.close(lock_memory(memory_dir))
+    os.close(lock_directory(memory_dir, option="--memory-dir"))
 
 
 def test_a_mapped_file_that_was_removed_stays_readable(memory: Memory) -> None:

@@ -20,14 +20,16 @@ from toprope.sidecar.object_tier import DamagedError, ObjectTier
 from toprope.sidecar.packing import Codec, Decision, Packer, Sample, decide, measure, pack_gently
 from toprope.sidecar.values import Shard
 from toprope.store.checkpoint.codec import FRAME_BYTES, PackedBody
-from toprope.store.checkpoint.files import fill_from_image, image_chunks
+from toprope.store.checkpoint.files import image_chunks, write_image
 from toprope.store.checkpoint.incremental import PartFile
+from toprope.store.checkpoint.manifest import Index
 from toprope.store.checkpoint.ready import read_index_at
 from toprope.store.checkpoint.shard import hash_image
 from toprope.store.digest import digest
 from toprope.store.errors import CkptError, UnavailableError
 from toprope.store.log.records import Taint
 from toprope.store.names import Key
+from toprope.store.objects.protocol import ObjectStore
 
 
 def shard_of(image: bytes, *, step: int) -> Shard:
@@ -45,6 +47,16 @@ def begun(store: FakeStore | None = None, *, codec: Codec = "none") -> JobBuilde
     return builder
 
 
+def written_image(store: ObjectStore, index: Index) -> bytes:
+    into = bytearray(index.bytes)
+
+    def write(at: int, body: memoryview) -> None:
+        into[at : at + len(body)] = body
+
+    write_image(store, index, write)
+    return bytes(into)
+
+
 @pytest.mark.parametrize("codec", ["none", "zstd"])
 def test_what_was_stored_in_parts_is_put_together_where_it_is_wanted(codec: Codec) -> None:
     builder = begun(codec=codec)
@@ -52,9 +64,7 @@ def test_what_was_stored_in_parts_is_put_together_where_it_is_wanted(codec: Code
     index = read_index_at(builder.store, Key(receipt.index_key))
     assert (len(index.files), index.base) == (2, 4)
     assert b"".join(image_chunks(builder.store, index)) == image
-    into = bytearray(len(image))
-    fill_from_image(builder.store, index, memoryview(into))
-    assert bytes(into) == image
+    assert written_image(builder.store, index) == image
     assert (receipt.bytes, receipt.digest) == (len(image), digest(image))
     body = builder.store.read(Key(receipt.key))
     assert (receipt.stored_bytes, receipt.stored_digest) == (len(body), digest(body))
@@ -66,9 +76,7 @@ def test_a_large_image_is_read_by_several_threads_to_the_same_bytes(monkeypatch:
     image, receipt = put(ObjectTier(builder.store, "job"), builder, step=20)
     monkeypatch.setattr("toprope.store.digest.CHUNK_BYTES", 1000)
     index = read_index_at(builder.store, Key(receipt.index_key))
-    into = bytearray(len(image))
-    fill_from_image(builder.store, index, memoryview(into))
-    assert bytes(into) == image
+    assert written_image(builder.store, index) == image
 
 
 def test_a_whole_image_goes_from_the_slot_without_a_copy() -> None:

@@ -78,9 +78,20 @@ def test_a_second_sidecar_of_the_same_memory_is_refused_and_the_first_serves_on(
     first, second = nodes("a"), nodes("a")
     first.start()
     second.log = first.log.with_name("second.log")
-    assert "another sidecar serves" in failure(second)
+    assert f"another sidecar of job job serves {first.memory / 'job'}: stop it first" in failure(second)
     with ScriptedTrainer(first.socket) as trainer:
         assert trainer.welcome.node == "a"
+
+
+def test_a_second_run_on_the_disk_of_a_living_one_is_refused_by_name_and_not_once_that_is_gone(nodes: MakeNode) -> None:
+    first, second = nodes("a"), nodes("b")
+    first.start()
+    said = failure(second, "--local-dir", str(first.local))
+    assert f"another sidecar of job job serves {first.local / 'job'}: stop it first" in said
+    assert "its own --local-dir; another run needs a name of its own" in said
+    assert not second.memory.exists(), "who is refused leaves no directory in memory"
+    first.kill()
+    second.start("--local-dir", str(first.local))
 
 
 def test_the_socket_is_private_and_a_stale_file_of_it_does_not_matter(nodes: MakeNode) -> None:
