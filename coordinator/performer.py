@@ -53,6 +53,7 @@ from toprope.coordinator.metrics import Metrics
 from toprope.coordinator.overview import Overview, overview
 from toprope.coordinator.ports import BrokerPort, Document, Ports
 from toprope.coordinator.reading import Reader
+from toprope.coordinator.serving import told
 from toprope.coordinator.tidying import Tidier
 from toprope.coordinator.wire import (
     Desired,
@@ -273,12 +274,7 @@ class Coordinator:
     def _post(self, event: Event) -> None:
         if self.core is None or self._over:
             return
-        try:
-            effects = self.core.handle(event)
-        except Exception as error:
-            self._tasks.create_task(_raised(error))
-            raise
-        for effect in effects:
+        for effect in told(self.core.handle, event, tasks=self._tasks):
             self._perform(effect)
 
     async def _tick(self) -> None:
@@ -444,8 +440,3 @@ def _wall_s() -> int:
 
 def _now_s() -> float:
     return asyncio.get_running_loop().time()
-
-
-async def _raised(error: Exception) -> None:
-    """Fail in a task of the group: a request's own task would only log it, and go on with what is left."""
-    raise error

@@ -1,4 +1,4 @@
-"""What both services do alike to serve: the token, the ready file, who may ask, and how much of an answer is read."""
+"""What both services do alike: the token, the ready file, who may ask, how much of an answer is read, a core's door."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import asyncio
 import hmac
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import TypeVar
 
 import aiohttp
 from aiohttp import web
@@ -20,6 +21,8 @@ TOKEN_CHARS_MIN = 16
 BODY_S = 10.0
 """How long a request may take to arrive: all of them are small documents."""
 _PIECE_BYTES = 1 << 16
+_E = TypeVar("_E")
+_F = TypeVar("_F")
 AUTHORISED = web.RequestKey("authorised", bool)
 """Whether a request showed the token, if there is one."""
 
@@ -128,3 +131,20 @@ class NoBroker:
     def connected(self) -> bool:
         """Say that there is none."""
         return False
+
+
+def told(handle: Callable[[_E], tuple[_F, ...]], event: _E, *, tasks: asyncio.TaskGroup) -> tuple[_F, ...]:
+    """Tell a core of an event, and return what it wants done.
+
+    A core that fails ends the process, whoever told it: it fails in a task of the group, for a connection's or a
+    request's own task would only log it, and go on with what is left.
+    """
+    try:
+        return handle(event)
+    except Exception as error:
+        tasks.create_task(_raised(error))
+        raise
+
+
+async def _raised(error: Exception) -> None:
+    raise error

@@ -59,8 +59,7 @@ def _troubles(slots: SlotBook, tiers: TierBook, peers: PeerBook) -> Iterator[str
         yield f"rank {rank} has no slots: {reason}"
     for rank, reason in sorted(peers.reasons.items()):
         yield f"rank {rank} is not copied here: {reason}"
-    for tier, reason in sorted(tiers.reasons.items()):
-        yield f"the {tier} tier {'is left alone' if tier == 'local' and tiers.quarantined else 'fails'}: {reason}"
+    yield from tiers.troubles()
     for (tier, rank), shard in sorted(tiers.flying.items()):
         record = slots.find(shard.attempt_uid, shard.step, rank)
         if record is None or tier not in record.uses:

@@ -41,6 +41,7 @@ class SidecarConfig:
     """How long it goes on serving when told to end, for what is not safe yet."""
     stall_timeout_s: float = 5.0
     use_deadline_s: float = 30.0
+    """How long a peer may use a copy, beside what its size takes."""
     codec: Codec = "auto"
     peer_bytes_per_s: float | None = None
     """How fast copies are received from other nodes at most."""

@@ -119,6 +119,8 @@ class Core:
                 return self._on_slots_refused(event)
             case on.SlotHeld():
                 self.slots.on_held(event)
+            case on.SlotGone():
+                self.slots.on_gone(event)
             case on.SlotHashed():
                 self.slots.on_hashed(event, now_s=self.now_s)
             case on.SlotDropped():
@@ -159,6 +161,8 @@ class Core:
                 self.peers.on_pulled(event, now_s=self.now_s)
             case on.PullFailed():
                 return self._on_pull_failed(event)
+            case on.MemorySeen():
+                self.peers.on_room(event.free)
             case on.Acked():
                 return self._on_acked(event)
             case on.ServeBegan():
@@ -190,7 +194,7 @@ class Core:
             do.Shout(what="use-deadline", text=f"rank {r.rank} slot {r.number}: {use} took too long and lost its copy")
             for r, use in self.slots.expire_uses(now_s=self.now_s)
         ]
-        return [*late, *(do.LookAtSlots(rank=rank) for rank in self.slots.ranks())]
+        return [*late, *(do.LookAtSlots(rank=rank, known=self.slots.numbers(rank)) for rank in self.slots.ranks())]
 
     def _on_desired(self, event: on.DesiredArrived) -> list[Effect]:
         new, old = event.desired, self.desired
@@ -385,7 +389,8 @@ class Core:
             mark = (record.rank, record.number, record.seq)
             if holders and mark not in self.offered and shard == newest[record.rank]:
                 self.offered = {other for other in self.offered if other[:2] != mark[:2]} | {mark}
-                record.uses.update({f"peer:{holder}": self.now_s + self.me.use_deadline_s for holder in holders})
+                until_s = self.now_s + self.me.patience_s(shard.bytes)
+                record.uses.update({f"peer:{holder}": until_s for holder in holders})
 
     def _restore(self, desired: Desired) -> list[Effect]:
         effects: list[Effect] = []
@@ -396,7 +401,8 @@ class Core:
             if waiting:
                 effects += self.restore.plan(attempt, waiting, self._ways(attempt), now_s=self.now_s)
         for trainer in self.conversation.in_order():
-            effects += self.restore.tell(trainer, desired, no_slots=self.slots.refusals.get(trainer.rank, ""))
+            no_slots, trouble = self.slots.refusals.get(trainer.rank, ""), "; ".join(self.tiers.troubles())
+            effects += self.restore.tell(trainer, desired, no_slots=no_slots, trouble=trouble)
         keep = attempt.uid if attempt is not None and attempt.phase in {"opened", "staged"} else ""
         if keep != self.stage_kept:
             self.stage_kept = keep

@@ -45,14 +45,18 @@ class RemoveSlots:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LookAtSlots:
-    """Read pages and locks of a rank's slots; answer SlotsSeen."""
+    """Read pages and locks of a rank's slots, and see whether those ``known`` are there; answer SlotsSeen."""
 
     rank: int
+    known: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GrantSlot:
-    """Write the EMPTY page and send SLOT. With ``check_lock`` first see that nobody holds the lock, else SlotHeld."""
+    """Write the EMPTY page and send SLOT; answer SlotGone if the slot's files are there no more.
+
+    With ``check_lock`` first see that nobody holds the lock, else answer SlotHeld.
+    """
 
     connection: int
     slot: int

@@ -74,6 +74,15 @@ class SlotHeld:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SlotGone:
+    """A grant was not made: the slot lacks a file."""
+
+    rank: int
+    slot: int
+    seq: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SlotHashed:
     """A sealed slot has this digest; its page says so."""
 
@@ -168,11 +177,19 @@ class Pulled:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PullFailed:
-    """A peer copy could not be had, or its bytes were wrong."""
+    """A peer copy could not be had, or its bytes were wrong; ``no_room``: it does not fit here."""
 
     shard: Shard
     spare: int
     reason: str
+    no_room: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemorySeen:
+    """So many bytes of this node's memory are free for copies."""
+
+    free: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -257,8 +274,8 @@ class Tick:
 
 
 OfService: TypeAlias = Tick | FrameArrived | ConnectionClosed | OpenAnswered | DesiredArrived | DesiredConfirmed
-OfSlots: TypeAlias = SlotsSeen | SlotsRefused | SlotHeld | SlotHashed | SlotDropped
+OfSlots: TypeAlias = SlotsSeen | SlotsRefused | SlotHeld | SlotGone | SlotHashed | SlotDropped
 OfTiers: TypeAlias = LocalStored | ObjectStored | StoreFailed | LeftoversRead | DiskSeen | ReadBackDone | ReadBackFailed
-OfPeers: TypeAlias = SpareSeen | OwnerSeen | Pulled | PullFailed | Acked | ServeBegan | ServeEnded
+OfPeers: TypeAlias = SpareSeen | OwnerSeen | Pulled | PullFailed | MemorySeen | Acked | ServeBegan | ServeEnded
 OfRestore: TypeAlias = ShardStaged | StageFailed | CopyDoubted
 Event: TypeAlias = OfService | OfSlots | OfTiers | OfPeers | OfRestore

@@ -10,12 +10,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import mmap
 import os
 import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -112,8 +113,8 @@ class Memory:
         self._mutex = threading.Lock()
 
     def make_directories(self) -> None:
-        """Make the directories in which all else lies, where they are not there already."""
-        for directory in (self.root / "slots", self.root / "peer", self.root / "stage"):
+        """Make the directories in which all else lies, where they are not there already, or not there any more."""
+        for directory in (self.root, self.root / "slots", self.root / "peer", self.root / "stage"):
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     # Names
@@ -150,6 +151,7 @@ class Memory:
         Raises:
             NoRoomError: they do not fit; what was begun is removed.
         """
+        self.make_directories()
         self.remove_slots(rank, tuple(number for number in numbers if not self._is_whole(self.slot(rank, number))))
         (self.root / "slots" / f"rank-{rank}").mkdir(mode=0o700, exist_ok=True)
         self._check_room(size * len(numbers), what=f"{len(numbers)} slots of rank {rank}")
@@ -190,6 +192,7 @@ class Memory:
             NoRoomError: it does not fit.
         """
         if not path.exists() or path.stat().st_size < size:
+            self.make_directories()
             self._remove(path)
             self._check_room(size, what=path.name)
             self._make(path, size)
@@ -202,6 +205,7 @@ class Memory:
         Raises:
             NoRoomError: what is needed does not fit.
         """
+        self.make_directories()
         self._remove(path)
         self._check_room(size if needed is None else needed, what=path.name)
         descriptor = os.open(path, _NEW, 0o600)
@@ -216,6 +220,7 @@ class Memory:
 
     def drop_staged(self, *, keep: str) -> None:
         """Delete staged files, but for those of attempt ``keep``."""
+        self.make_directories()
         for path in sorted((self.root / "stage").iterdir()):
             if not keep or not path.name.startswith(f"{keep}-"):
                 self._remove(path)
@@ -252,9 +257,12 @@ class Memory:
 
     def room(self) -> int:
         """Return how many bytes this job may have here in all, those that it has among them."""
-        used = used_bytes(self.root)
-        available = measure(self.root).available + used
-        return available if self._limit_bytes is None else min(available, self._limit_bytes)
+        return self.free() + used_bytes(self.root)
+
+    def free(self) -> int:
+        """Return how many bytes more this job may have here."""
+        available = measure(self.root).available
+        return available if self._limit_bytes is None else min(available, self._limit_bytes - used_bytes(self.root))
 
     def _remove(self, path: Path) -> None:
         with self._mutex:
@@ -263,32 +271,48 @@ class Memory:
 
     # Slots
 
-    def look(self, rank: int) -> tuple[SlotSight, ...]:
-        """Return the slots of a rank as they lie in memory; one without page or lock is not ready and left out."""
-        sights: list[SlotSight] = []
-        for path in sorted((self.root / "slots" / f"rank-{rank}").glob("slot-*.data")):
-            match = _SLOT.fullmatch(path.name)
-            if match is None:
-                continue
-            paths = self.slot(rank, int(match[1]))
-            try:
-                page, held = self._pages.read(paths.page), lock_holder(paths.lock) is not None
-            except FileNotFoundError:
-                continue
-            sights.append(SlotSight(slot=int(match[1]), capacity=path.stat().st_size, page=page, lock_held=held))
-        return tuple(sights)
+    def look(self, rank: int, *, known: Collection[int] = ()) -> tuple[SlotSight, ...]:
+        """Return the slots of a rank as they lie in memory; one without page or lock is not ready and left out.
+
+        But each that is ``known`` to have been there is told of: one that lacks a file is gone.
+        """
+        found = (_SLOT.fullmatch(path.name) for path in (self.root / "slots" / f"rank-{rank}").glob("slot-*.data"))
+        numbers = {int(match[1]) for match in found if match is not None}
+        sights = (self._sight(rank, number, known=number in known) for number in sorted(numbers.union(known)))
+        return tuple(sight for sight in sights if sight is not None)
+
+    def _sight(self, rank: int, number: int, *, known: bool) -> SlotSight | None:
+        paths = self.slot(rank, number)
+        try:
+            page, held = self._pages.read(paths.page), lock_holder(paths.lock) is not None
+            return SlotSight(slot=number, capacity=paths.data.stat().st_size, page=page, lock_held=held)
+        except FileNotFoundError:
+            if not known:
+                return None
+        page = Page()
+        with contextlib.suppress(FileNotFoundError):  # its owner may have written another one
+            page = self._pages.read(paths.page)
+        return SlotSight(slot=number, capacity=0, page=page, lock_held=False, gone=True)
 
     def lend(self, slot: int, page: Page, *, check_lock: bool) -> str | None:
-        """Write the EMPTY page of a slot; or return the launch whose process holds its lock and do nothing."""
+        """Write the EMPTY page of a slot; or return the launch whose process holds its lock and do nothing.
+
+        Raises:
+            FileNotFoundError: the slot lacks a file.
+        """
         paths = self.slot(page.rank, slot)
+        if not self._is_whole(paths):
+            raise FileNotFoundError(errno.ENOENT, "the slot lacks a file", str(paths.data))
         if check_lock and lock_holder(paths.lock) is not None:
             return self._pages.read(paths.page).launch_id
         self._pages.write(paths.page, page)
         return None
 
     def empty(self, slot: int, page: Page) -> None:
-        """Write the EMPTY page of a slot."""
-        self._pages.write(self.slot(page.rank, slot).page, page)
+        """Write the EMPTY page of a slot, if the slot is there."""
+        paths = self.slot(page.rank, slot)
+        if self._is_whole(paths):
+            self._pages.write(paths.page, page)
 
     def hash_slot(self, rank: int, slot: int, *, seq: int) -> Shard:
         """Return what a sealed slot holds, and write its digest into its page.
@@ -371,7 +395,11 @@ class Memory:
 
 def used_bytes(root: Path) -> int:
     """Return the bytes of all data files of a job in memory."""
-    return sum(path.stat().st_size for path in root.rglob("*.data"))
+    used = 0
+    for path in root.rglob("*.data"):
+        with contextlib.suppress(FileNotFoundError):
+            used += path.stat().st_size
+    return used
 
 
 def boot_id(memory_dir: Path) -> str:

@@ -17,6 +17,10 @@ SCRUBBED_BYTES = Counter(
 )
 STORE_SECONDS = Histogram("toprope_store_seconds", "Time to store one shard, by tier", ["tier"], registry=REGISTRY)
 COPIES = Gauge("toprope_copies", "Verified copies that this node holds, by tier", ["tier"], registry=REGISTRY)
+MEMORY_BYTES = Gauge("toprope_memory_bytes", "Bytes of this job's files in memory", registry=REGISTRY)
+MEMORY_ROOM_BYTES = Gauge(
+    "toprope_memory_room_bytes", "Bytes that they may take: what is set, or is there", registry=REGISTRY
+)
 TRAINERS = Gauge("toprope_trainers", "Trainers that are connected", registry=REGISTRY)
 BROKER_UP = Gauge("toprope_broker_connected", "1 while the broker is connected", registry=REGISTRY)
 COORDINATOR_UP = Gauge("toprope_coordinator_reached", "1 if the last request got an answer", registry=REGISTRY)

@@ -54,6 +54,8 @@ class PeerBook:
     retry_at_s: dict[int, float] = field(default_factory=dict)
     reasons: dict[int, str] = field(default_factory=dict)
     """By rank why the last pull came to nothing."""
+    no_room: dict[str, int] = field(default_factory=dict)
+    """By owner the bytes that its copies take in all, for whom there is no room here."""
 
     def held(self) -> list[tuple[int, Shard]]:
         """Return the spare's number and the shard of each verified copy."""
@@ -85,6 +87,20 @@ class PeerBook:
         self.spares[event.shard.rank, event.spare] = Spare()
         self.retry_at_s[event.shard.rank] = now_s + RETRY_S
         self.reasons[event.shard.rank] = event.reason
+        if event.no_room:
+            owners = [node for node in sorted(self.owners) if event.shard.rank in self.sizes_of_ranks({node})]
+            self.no_room |= {node: SPARES_PER_RANK * sum(self.sizes_of_ranks({node}).values()) for node in owners}
+
+    def on_room(self, free: int) -> None:
+        """Take in that so many bytes are free: who fits into them, with what is held for it, may be copied here again.
+
+        All of its copies must fit, and not the next one alone: with room for some, none is ever replaced.
+        """
+        for node, needed in sorted(self.no_room.items()):
+            ranks = self.sizes_of_ranks({node})
+            held = sum(shard.bytes for _, shard in self.held() if shard.rank in ranks)
+            if needed <= free + held:
+                del self.no_room[node]
 
     def drop(self, rank: int, number: int) -> None:
         """Forget a copy that was found to be damaged."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, assert_never
 
+from toprope.coordinator.serving import told
 from toprope.coordinator.wire import OpenAnswer
 from toprope.sidecar import effects as do
 from toprope.sidecar import events as on
@@ -40,7 +41,7 @@ from toprope.trainer_hooks.link import wire
 TICK_S = 0.25
 CANCEL_AGAIN_S = 0.5
 WATCH_RETRY_S = 0.5
-DISK_EVERY_S = 10.0
+ROOM_EVERY_S = 10.0
 
 log = logging.getLogger("toprope.sidecar")
 
@@ -86,12 +87,7 @@ class Sidecar:
 
     def post(self, event: Event) -> None:
         """Tell the core, and begin what it wants done. A core that fails ends the process, whoever told it."""
-        try:
-            effects = self._parts.core.handle(event)
-        except Exception as error:
-            self._tasks.create_task(_raised(error))
-            raise
-        for effect in effects:
+        for effect in told(self._parts.core.handle, event, tasks=self._tasks):
             if not self._ending:
                 self._begin(effect)
 
@@ -128,7 +124,7 @@ class Sidecar:
             case do.RemoveSpares():
                 await self._threads.run("slots", memory.remove_spares, effect.rank, effect.spares)
             case do.LookAtSlots():
-                await self._look(effect.rank)
+                await self._look(effect.rank, known=effect.known)
             case do.GrantSlot():
                 async with self._page_turns[effect.page.rank, effect.slot]:
                     await self._grant(effect)
@@ -176,14 +172,18 @@ class Sidecar:
         log.info("rank %d: %d slots of %d bytes made", effect.rank, len(effect.slots), effect.bytes)
         await self._look(effect.rank, made=True)
 
-    async def _look(self, rank: int, *, made: bool = False) -> None:
-        sights = await self._threads.run("slots", self._parts.memory.look, rank)
+    async def _look(self, rank: int, *, known: tuple[int, ...] = (), made: bool = False) -> None:
+        sights = await self._threads.run("slots", self._parts.memory.look, rank, known=known)
         self.post(on.SlotsSeen(rank=rank, sights=sights, made=made))
 
     async def _grant(self, effect: do.GrantSlot) -> None:
         page = effect.page
         lend = functools.partial(self._parts.memory.lend, effect.slot, page, check_lock=effect.check_lock)
-        holder = await self._threads.run("slots", lend)
+        try:
+            holder = await self._threads.run("slots", lend)
+        except FileNotFoundError:
+            self.post(on.SlotGone(rank=page.rank, slot=effect.slot, seq=page.seq))
+            return
         if holder is not None:
             self.post(on.SlotHeld(rank=page.rank, slot=effect.slot, seq=page.seq, launch_id=holder))
             return
@@ -305,7 +305,9 @@ class Sidecar:
                 await self._acknowledge(effect, error.found)
                 return
             except (PeerError, NoRoomError, OSError) as error:
-                self.post(on.PullFailed(shard=effect.shard, spare=effect.spare, reason=str(error)))
+                no_room = isinstance(error, NoRoomError)
+                failed = on.PullFailed(shard=effect.shard, spare=effect.spare, reason=str(error), no_room=no_room)
+                self.post(failed)
                 return
         metrics.RECEIVED_BYTES.inc(received)
         metrics.STORED_BYTES.labels(tier="peer").inc(effect.shard.bytes)
@@ -350,7 +352,7 @@ class Sidecar:
             threads=self._threads,
             bytes_per_s=self.config.scrub_bytes_per_s,
         )
-        return self.tick(), scrub.run(), self.watch_disk(), *self.documents.loops()
+        return self.tick(), scrub.run(), self.watch_room(), *self.documents.loops()
 
     def drain(self) -> None:
         """End as soon as all is safe elsewhere, or the grace is over; told twice, end now."""
@@ -372,16 +374,17 @@ class Sidecar:
             log.warning("ends, for its grace of %g s is over: %s", self.config.grace_s, left)
             self.stop.set()
 
-    async def watch_disk(self) -> None:
-        """Tell the core now and then how much room the disk has."""
+    async def watch_room(self) -> None:
+        """Tell the core now and then how much room memory and disk have."""
         while True:
+            self.post(on.MemorySeen(free=await self._threads.run("slots", self._parts.memory.free)))
             try:
                 free = await self._threads.run("disk", self._parts.local.free_bytes)
             except OSError as error:
                 self._shouts.shout("local-failed", f"{self.config.job_local}: {error.strerror}")
             else:
                 self.post(on.DiskSeen(free=free))
-            await asyncio.sleep(DISK_EVERY_S)
+            await asyncio.sleep(ROOM_EVERY_S)
 
     async def tick(self) -> None:
         """Let time pass in the core."""
@@ -473,8 +476,3 @@ class Sidecar:
     def close(self) -> None:
         """End the threads; what they are at ends first."""
         self._threads.close()
-
-
-async def _raised(error: Exception) -> None:
-    """Fail in a task of the group: a connection's own task would only log it, and go on with what is left."""
-    raise error

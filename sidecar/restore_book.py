@@ -115,8 +115,8 @@ class RestoreBook:
         unanswered = self.unanswered == set(self.failed)
         return RankVerdict(attempt_uid=attempt_uid, phase="staged", ok=False, reason=reason, unanswered=unanswered)
 
-    def tell(self, trainer: Trainer, desired: Desired, *, no_slots: str = "") -> list[Effect]:
-        """Return the frames that a trainer is owed, given what the job has reached, and why it has ``no_slots``."""
+    def tell(self, trainer: Trainer, desired: Desired, *, no_slots: str = "", trouble: str = "") -> list[Effect]:
+        """Return the frames that a trainer is owed, given what the job has reached, and what is wrong here."""
         attempt = desired.attempt
         if attempt is None:
             return []
@@ -127,7 +127,7 @@ class RestoreBook:
         elif trainer.joined and trainer.seen and not trainer.told & {"applied", "failed"}:
             reason = f"attempt {attempt.number} was opened in its place"
             frames += _once(trainer, "failed", _go(trainer, ok=False, reason=reason))
-        frames += _desired_frame(trainer, desired, attempt, no_slots=no_slots)
+        frames += _desired_frame(trainer, desired, attempt, no_slots=no_slots, trouble=trouble)
         return [Send(connection=trainer.connection, frame=frame) for frame in frames]
 
     def _progress(self, trainer: Trainer, attempt: AttemptView) -> list[wire.FromSidecar]:
@@ -188,7 +188,7 @@ def _answer_to_open(trainer: Trainer, desired: Desired, attempt: AttemptView) ->
 
 
 def _desired_frame(
-    trainer: Trainer, desired: Desired, attempt: AttemptView, *, no_slots: str
+    trainer: Trainer, desired: Desired, attempt: AttemptView, *, no_slots: str, trouble: str
 ) -> list[wire.FromSidecar]:
     frame = wire.Desired(
         attempt=attempt.number,
@@ -198,6 +198,7 @@ def _desired_frame(
         ready_step=desired.ready_step,
         extra_step=desired.extra_step,
         no_slots=no_slots,
+        trouble=trouble,
     )
     if frame == trainer.last_desired:
         return []

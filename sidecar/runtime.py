@@ -18,6 +18,7 @@ from aiohttp import web
 from toprope.coordinator.serving import NoBroker, write_ready_file
 from toprope.coordinator.settings import Address, Wrap, unwrapped
 from toprope.coordinator.wire import Presence
+from toprope.sidecar import metrics
 from toprope.sidecar.adapters.allocator import give_back_large_buffers
 from toprope.sidecar.adapters.broker import MqttBroker
 from toprope.sidecar.adapters.coordinator import HttpCoordinator
@@ -208,6 +209,8 @@ def _ports(
 def _parts(config: SidecarConfig, core: Core, ports: Ports) -> Parts:
     memory = Memory(config.job_memory, ports.pages, limit_bytes=config.memory_bytes, job_uid=core.job_uid)
     memory.make_directories()
+    metrics.MEMORY_BYTES.set_function(lambda: used_bytes(memory.root))
+    metrics.MEMORY_ROOM_BYTES.set_function(memory.room)
     return Parts(core=core, memory=memory, local=LocalTier(config.job_local, ports.disk), ports=ports)
 
 

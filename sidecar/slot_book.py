@@ -11,8 +11,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from toprope.coordinator.wire import Skip
-from toprope.sidecar.effects import Effect, EmptySlot, GrantSlot, HashSlot, MakeSlots, RemoveSlots
-from toprope.sidecar.events import SlotDropped, SlotHashed, SlotHeld, SlotsSeen
+from toprope.sidecar.effects import Effect, EmptySlot, GrantSlot, HashSlot, MakeSlots, RemoveSlots, Shout
+from toprope.sidecar.events import SlotDropped, SlotGone, SlotHashed, SlotHeld, SlotsSeen
 from toprope.sidecar.values import Shard, SlotSight
 from toprope.trainer_hooks.link.slot import Page, SlotState
 from toprope.trainer_hooks.link.wire import Sealed
@@ -35,7 +35,10 @@ class Phase(enum.Enum):
 
 @dataclass(slots=True, kw_only=True)
 class SlotRecord:
-    """What is known of one slot. ``launch_id`` is the process that it was last granted to; ``uses`` end at a time."""
+    """What is known of one slot. ``launch_id`` is the process that it was last granted to; ``uses`` end at a time.
+
+    ``gone``: somebody has removed files of it. Who has it open goes on with it, and it is lent to nobody any more.
+    """
 
     rank: int
     number: int
@@ -49,6 +52,11 @@ class SlotRecord:
     hashed_at_s: float = 0.0
     uses: dict[str, float] = field(default_factory=dict)
     world: int = 0
+    gone: bool = False
+
+    def fits(self, size: int) -> bool:
+        """Say whether it may be lent for a snapshot of so many bytes."""
+        return not self.gone and self.capacity >= size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +95,8 @@ class SlotBook:
     skipped: list[Skip] = field(default_factory=list)
     asked: dict[int, tuple[str, int]] = field(default_factory=dict)
     """By rank the sealed step that its trainer wants in each tier."""
+    numbered: dict[int, int] = field(default_factory=dict)
+    """By rank how many numbers its slots have had. None is used again: what was seen of one slot is not of another."""
 
     def of_rank(self, rank: int) -> list[SlotRecord]:
         """Return the slots of a rank, in order."""
@@ -95,6 +105,10 @@ class SlotBook:
     def ranks(self) -> list[int]:
         """Return the ranks that have slots here."""
         return sorted({rank for rank, _ in self.slots})
+
+    def numbers(self, rank: int) -> tuple[int, ...]:
+        """Return the numbers of the slots of a rank."""
+        return tuple(record.number for record in self.of_rank(rank))
 
     def hashed(self) -> list[tuple[SlotRecord, Shard]]:
         """Return the slots that hold a verified shard."""
@@ -116,19 +130,31 @@ class SlotBook:
         if event.made:
             self.making.discard(event.rank)
             self.refusals.pop(event.rank, None)
-        effects: list[Effect] = []
+        effects = self._note_gone(event)
         for sight in event.sights:
             record = self.slots.get((event.rank, sight.slot))
-            if record is None:
-                # those that are being made may yet be taken back, all of them
-                effects += [] if event.rank in self.making else self._adopt(event.rank, sight)
-            else:
-                record.lock_held = sight.lock_held
+            if record is not None:
+                # a lock that has no name any more can't be looked at, and its holder is there while it is connected
+                held = sight.lock_held or (sight.gone and record.lock_held and record.connection in connected)
+                record.lock_held = held
                 effects += self._reconcile(record, sight, connected=connected)
+            elif event.rank not in self.making and not sight.gone:  # those being made may yet be taken back
+                effects += self._adopt(event.rank, sight)
         return effects
+
+    def _note_gone(self, event: SlotsSeen) -> list[Effect]:
+        """Take in which slots are gone, and say so."""
+        seen = {sight.slot for sight in event.sights if sight.gone}
+        new = [record for record in self.of_rank(event.rank) if record.number in seen and not record.gone]
+        for record in new:
+            record.gone = True
+        numbers = ", ".join(str(record.number) for record in new)
+        text = f"rank {event.rank}: files of its slots {numbers} were removed from memory; others are made"
+        return [Shout(what="slots-gone", text=text)] if new else []
 
     def _adopt(self, rank: int, sight: SlotSight) -> list[Effect]:
         page = sight.page
+        self.numbered[rank] = max(self.numbered.get(rank, 0), sight.slot + 1)
         record = SlotRecord(
             rank=rank,
             number=sight.slot,
@@ -160,7 +186,7 @@ class SlotBook:
         """
         page = sight.page
         begun = page.seq == record.seq and page.state is not SlotState.EMPTY
-        lost = record.connection not in connected or (begun and not sight.lock_held)
+        lost = record.connection not in connected or (begun and not sight.lock_held and not sight.gone)
         if record.phase is not Phase.GRANTED or not lost:
             return []
         if begun and page.state is SlotState.SEALED:
@@ -255,28 +281,28 @@ class SlotBook:
         wanted = self.wanted_bytes.get(to.rank, 0)
         if wanted == 0 or to.rank in self.making:
             return []
-        first = max((record.number for record in self.of_rank(to.rank)), default=-1) + 1
-        effects = self._give_up_small(to, wanted, needs=needs, now_s=now_s)
-        missing = SLOTS_PER_RANK - sum(record.capacity >= wanted for record in self.of_rank(to.rank))
+        first = self.numbered.get(to.rank, 0)
+        effects = self._give_up_unfit(to, wanted, needs=needs, now_s=now_s)
+        missing = SLOTS_PER_RANK - sum(record.fits(wanted) for record in self.of_rank(to.rank))
         if missing <= 0 or now_s < self.retry_at_s.get(to.rank, 0.0):
             return effects
         self.making.add(to.rank)
         return [*effects, MakeSlots(rank=to.rank, slots=tuple(range(first, first + missing)), bytes=wanted)]
 
-    def _give_up_small(self, to: Grantee, wanted: int, *, needs: Needs, now_s: float) -> list[Effect]:
-        """Remove the slots that are too small by now, each as soon as its content is needed no more."""
+    def _give_up_unfit(self, to: Grantee, wanted: int, *, needs: Needs, now_s: float) -> list[Effect]:
+        """Remove the slots that are too small by now, or gone, each as soon as its content is needed no more."""
         records = self.of_rank(to.rank)
         expendable = _expendable(records, needs=needs, launch_id=to.launch_id, now_s=now_s)
-        small = tuple(
+        unfit = tuple(
             record.number
             for record in records
-            if record.capacity < wanted
+            if not record.fits(wanted)
             and not record.uses
             and (record.phase is Phase.FREE or (needs.attempt_uid and any(record is other for _, other in expendable)))
         )
-        for number in small:
+        for number in unfit:
             del self.slots[to.rank, number]
-        return [RemoveSlots(rank=to.rank, slots=small)] if small else []
+        return [RemoveSlots(rank=to.rank, slots=unfit)] if unfit else []
 
     def refuse(self, rank: int, reason: str, *, now_s: float) -> None:
         """Take in that there was no room; it is tried again later."""
@@ -287,7 +313,7 @@ class SlotBook:
     def grants(self, to: Grantee, *, needs: Needs, now_s: float) -> list[Effect]:
         """Lend the trainer each free slot; if it then has none at all, free one for it."""
         wanted = self.wanted_bytes.get(to.rank, 0)
-        records = [record for record in self.of_rank(to.rank) if record.capacity >= wanted]
+        records = [record for record in self.of_rank(to.rank) if record.fits(wanted)]
         free = [record for record in records if _is_free_for(record, to)]
         # without a word of the coordinator since its own start, a sidecar can't know what is kept: it frees nothing
         if needs.attempt_uid and not free and not any(record.phase is Phase.GRANTED for record in records):
@@ -311,6 +337,12 @@ class SlotBook:
         if record is not None and record.seq == event.seq and record.phase is Phase.GRANTED:
             record.phase, record.lock_held, record.connection = Phase.FREE, True, None
             record.launch_id = event.launch_id
+
+    def on_gone(self, event: SlotGone) -> None:
+        """Take in that a grant was not made, since the slot lacks a file."""
+        record = self.slots.get((event.rank, event.slot))
+        if record is not None and record.seq == event.seq and record.phase is Phase.GRANTED:
+            record.phase, record.gone, record.connection = Phase.FREE, True, None
 
     def release_departed(self, rank: int, *, kept: frozenset[tuple[str, int]]) -> list[Effect]:
         """Give back the memory of a rank that lives on another node now, as far as nothing needs it."""

@@ -114,7 +114,18 @@ class Stager:
         except _WayError:
             self.doubt(request, way)
             raise
-        return path
+        return path if path.exists() else self._named(request, path)
+
+    def _named(self, request: Stage, path: Path) -> Path:
+        """Return a copy of what is mapped here and has no name any more: a trainer can't open it."""
+        copy, size = self.memory.staged(request.attempt_uid, request.shard.rank, request.part), request.shard.bytes
+        try:
+            view = self.memory.fit(copy, size)
+        except (NoRoomError, OSError) as error:
+            raise _WayError(f"{path} was removed, and there is no room for a copy: {error}") from error
+        view[:] = self.memory.view(path)[:size]
+        _check(digest(view), request.shard)
+        return copy
 
     def _from_node(self, request: Stage, way: Way, view: memoryview) -> None:
         try:

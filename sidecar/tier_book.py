@@ -57,6 +57,14 @@ class TierBook:
         local = [shard.copy("local", key=self.local[shard]) for shard in sorted(self.local)]
         return local + [self.receipts[shard] for shard in sorted(self.receipts)]
 
+    def troubles(self) -> list[str]:
+        """Return what is wrong with each tier that fails now."""
+        alone = {"local"} if self.quarantined else set()
+        return [
+            f"the {tier} tier {'is left alone' if tier in alone else 'fails'}: {reason}"
+            for tier, reason in sorted(self.reasons.items())
+        ]
+
     def awaited(self, slots: list[tuple[SlotRecord, Shard]], cadence: Cadence, *, attempt_uid: str) -> frozenset[Shard]:
         """Return the shards that a slot holds and a tier still awaits."""
         due = (self._due(tier, slots, cadence, attempt_uid=attempt_uid) for tier in SLOW_TIERS)

@@ -27,10 +27,15 @@ Alarm: TypeAlias = Literal[
     "peer-failed",
     "read-back-failed",
     "refused",
+    "slots-gone",
     "stage-failed",
     "use-deadline",
 ]
 """The kinds of what a sidecar says aloud; docs/guides/operations.md says what each means."""
+
+
+LEAST_PEER_BYTES_PER_S = 20e6
+"""A peer that takes longer for a copy than this allows loses the copy, rather than the trainer a slot."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +51,10 @@ class Identity:
     use_deadline_s: float
     slot_path: Callable[[int, int], str]
     spare_path: Callable[[int, int], str]
+
+    def patience_s(self, size: int) -> float:
+        """Return how long a copy of so many bytes is held for a peer that is to have it."""
+        return self.use_deadline_s + size / LEAST_PEER_BYTES_PER_S
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
@@ -126,12 +135,13 @@ def shard_of_page(page: Page) -> Shard:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlotSight:
-    """One slot as it lies in memory."""
+    """One slot as it lies in memory. ``gone``: one that was there lacks a file by now."""
 
     slot: int
     capacity: int
     page: Page
     lock_held: bool
+    gone: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

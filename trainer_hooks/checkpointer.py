@@ -61,9 +61,10 @@ class Checkpointer:
     Make it after ``init_process_group()``, the same way on each rank. Several models, optimizers or schedulers go in a
     dict or a list: ``model={"gen": gen, "disc": disc}``.
 
-    ``strict`` turns a skipped snapshot into an error. ``fresh_ok`` lets ``restore()`` begin at step 0 when there is no
-    sidecar; nothing is saved then. ``allow_pickle`` pickles values of types that can't be kept exactly, and unpickles
-    them in ``restore()``, which runs what they say: give it only where you trust whoever can write the store.
+    ``strict`` turns a skipped snapshot, and a tier that fails, into an error. ``fresh_ok`` lets ``restore()`` begin at
+    step 0 when there is no sidecar; nothing is saved then. ``allow_pickle`` pickles values of types that can't be kept
+    exactly, and unpickles them in ``restore()``, which runs what they say: give it only where you trust whoever can
+    write the store.
 
     What only an optimizer changes is copied while the next forward and backward run, once several snapshots have shown
     that nothing else changes it; ``lazy=False`` copies all before ``end_step()`` returns.
@@ -250,7 +251,7 @@ class Checkpointer:
                 ``replicated`` is not.
             SupersededError: a later attempt was opened: this process must end.
             PreemptedError: a rank was told that it will be ended: all end here, as saved as the message says.
-            HookError: a snapshot was skipped, with ``strict``.
+            HookError: a snapshot was skipped, or a tier of this node fails, with ``strict``.
         """
         if step != self._next_step:
             raise UsageError(self._wrong_step(step))

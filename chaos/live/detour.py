@@ -49,10 +49,13 @@ class Detour:
 
 
 @contextlib.contextmanager
-def detour(directory: Path, *, target: str, host: str = "127.0.0.1") -> Iterator[Detour]:
-    """Yield a proxy before ``[HOST:]PORT`` that lets all pass, listening at ``host``; it ends afterwards."""
+def detour(directory: Path, *, target: str, host: str = "127.0.0.1", port: int = 0) -> Iterator[Detour]:
+    """Yield a proxy before ``[HOST:]PORT`` that lets all pass; it ends afterwards.
+
+    It listens at ``host``, on a free port unless one is given.
+    """
     directory.mkdir(parents=True, exist_ok=True)
-    port, mode_file, log = free_port(), directory / "mode", directory / "log"
+    port, mode_file, log = port or free_port(), directory / "mode", directory / "log"
     tell(mode_file, "pass")
     words = [f"{host}:{port}", target, str(mode_file), str(log)]
     process = Process(

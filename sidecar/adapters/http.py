@@ -21,7 +21,7 @@ from toprope.coordinator.serving import authorised, whole_body
 from toprope.coordinator.wire import TIERS, Inventory, encode
 from toprope.sidecar import metrics
 from toprope.sidecar.parts import parts_of
-from toprope.sidecar.values import Way
+from toprope.sidecar.values import LEAST_PEER_BYTES_PER_S, Way
 from toprope.store.errors import CorruptObjectError, UsageError
 from toprope.store.names import checked_id
 
@@ -30,7 +30,6 @@ MAX_WAIT_S = 60.0
 LISTED_AT_ONCE = 2
 LISTED_KEPT = 16
 _CHUNK_BYTES = 1 << 20
-_LEAST_BYTES_PER_S = 20_000_000
 _COPY = r"/v1/copies/{attempt_uid:[0-9a-f]{1,64}}/{step:\d{1,15}}/{rank:\d{1,9}}"
 _HEX = re.compile(r"[0-9a-f]{32}")
 
@@ -153,7 +152,7 @@ class SidecarHttp:
             response.headers["Content-Range"] = f"bytes {begin}-{end - 1}/{size}"
         response.content_length = len(image)
         try:
-            async with asyncio.timeout(self._use_deadline_s + len(image) / _LEAST_BYTES_PER_S):
+            async with asyncio.timeout(self._use_deadline_s + len(image) / LEAST_PEER_BYTES_PER_S):
                 await response.prepare(request)
                 for start in range(0, len(image), _CHUNK_BYTES):
                     async with asyncio.timeout(self._stall_timeout_s):

@@ -23,6 +23,10 @@ _PACED_BYTES = 256 * 1024
 _LEAST_HASHED_BYTES_PER_S = 500_000_000
 
 
+class _StalledError(PeerError):
+    """A peer has sent nothing for as long as it may."""
+
+
 class HttpPeers:
     """Speaks to other sidecars, with the job's token if there is one."""
 
@@ -59,15 +63,16 @@ class HttpPeers:
     def receive(self, url: str, into: memoryview, *, begin: int | None = None, paced: bool = False) -> None:
         """Receive exactly as many bytes as there is room for: all there are, or those from ``begin`` on.
 
-        A connection that breaks is taken up again where it broke, as long as each has brought more.
+        A connection that breaks is taken up again where it broke, as long as each has brought more. A peer that stalls
+        is given up: it has been waited for, and another one may have the same.
         """
         filling = _Filling(into, self._pace if paced else None)
         for left in reversed(range(RESUMES + 1)):
             at = filling.at
             try:
                 self._receive(url, filling, begin=begin if at == 0 else (begin or 0) + at)
-            except PeerError:
-                if filling.at == at or left == 0:
+            except PeerError as error:
+                if isinstance(error, _StalledError) or filling.at == at or left == 0:
                     raise
             else:
                 return
@@ -111,6 +116,8 @@ class HttpPeers:
                     text = response.read(500).decode("utf-8", "replace")
                     raise PeerError(f"{parts.netloc} answered {response.status}: {text}")
                 yield response
+        except TimeoutError as error:
+            raise _StalledError(f"{parts.netloc}: {said(error)}") from error
         except (OSError, http.client.HTTPException) as error:
             raise PeerError(f"{parts.netloc}: {said(error)}") from error
         finally:

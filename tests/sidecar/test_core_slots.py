@@ -238,7 +238,7 @@ def test_a_slow_reader_loses_its_copy_and_not_the_trainer_its_slot() -> None:
     for slot, step in enumerate((1, 2, 3)):
         driver.snapshot(slot, step)
     driver.keep(3)
-    driver.tick(30.0)
+    driver.tick(30.1)
     assert driver.granted() == [0]
     assert {shout.what for shout in driver.all(do.Shout)} == {"use-deadline"}
 

@@ -359,3 +359,14 @@ def test_a_step_of_which_the_hook_had_no_slot_is_in_the_inventory() -> None:
     driver.frame(wire.Skipped(attempt_uid=UID, step=4, reason="no free slot"))
     assert [(skip.step, skip.reason) for skip in driver.inventory.skipped] == [(4, "no free slot")]
     assert driver.inventory.ranks[0].step == 4
+
+
+def test_trainers_are_told_which_tier_fails_and_that_it_does_no_more() -> None:
+    driver = training()
+    driver.snapshot(0, 1)
+    driver.on(on.StoreFailed(tier="object", shard=shard(1), slot=0, reason="503"))
+    assert [frame.trouble for frame in driver.sent(wire.Desired)] == ["the object tier fails: 503"]
+    driver.tick(1.0)
+    receipt = shard(1).copy("object", key="k")
+    driver.on(on.ObjectStored(slot=0, receipt=receipt))
+    assert [frame.trouble for frame in driver.sent(wire.Desired)] == [""]

@@ -19,16 +19,25 @@ from urllib.parse import urlsplit
 import aiohttp
 import pytest
 from aiohttp import web
+from tests.sidecar.test_config import config
 from tests.support.coordinator_stub import CoordinatorStub
-from tests.support.scripted_trainer import ScriptedTrainer
+from tests.support.fake_store import FakeStore
+from tests.support.scripted_trainer import ScriptedTrainer, image
 from tests.support.sidecar_node import MakeNode
 
 from toprope.coordinator import serving
+from toprope.coordinator.wire import RestoreShard
+from toprope.sidecar.adapters.files import Pages
 from toprope.sidecar.adapters.http import Copies, SidecarHttp
 from toprope.sidecar.adapters.peers import HttpPeers
+from toprope.sidecar.effects import Stage
+from toprope.sidecar.memory import Memory
 from toprope.sidecar.pace import Pace
 from toprope.sidecar.ports import PeerError
+from toprope.sidecar.staging import Stager
 from toprope.sidecar.values import Way
+from toprope.store.digest import digest
+from toprope.trainer_hooks.link.wire import ALL
 
 MIB = 1 << 20
 STALL_S = 0.4
@@ -189,6 +198,39 @@ def test_who_sends_slowly_but_steadily_is_heard_to_the_end_and_who_stops_dead_is
             with pytest.raises(PeerError, match="timed out"):
                 receiver.receive(url, memoryview(bytearray(len(body))))
             assert time.monotonic() - began_s < 3 * STALL_S + 2.0
+
+
+@pytest.mark.fault("B113")
+@pytest.mark.parametrize("stall_s", [STALL_S, pytest.param(config().stall_timeout_s, marks=pytest.mark.long)])
+def test_a_peer_that_stalls_after_a_mebibyte_is_given_up_once_and_the_next_one_has_it(
+    memory_dir: Path, stall_s: float
+) -> None:
+    body = image(attempt=1, attempt_uid="1a" * 16, step=1, rank=0, world=1, payload=8 * MIB, job_uid="0b" * 16)
+    shard = RestoreShard(rank=0, bytes=len(body), digest=digest(body), sources=())
+    memory = Memory(memory_dir / "job", Pages(), limit_bytes=None)
+    memory.make_directories()
+    with (
+        dripping(body, pieces=len(body) // MIB, wait_s=0.0, stop_after=1) as stalls,
+        dripping(body, pieces=1, wait_s=0.0) as other,
+        peers(stall_timeout_s=stall_s) as receiver,
+    ):
+        ways = [Way(kind="node", tier="peer", node=url[-5:], url=url.partition("/v1")[0]) for url in (stalls, other)]
+        stager = Stager(memory=memory, peers=receiver, objects=FakeStore(), doubt=lambda *_: None)
+        request = Stage(
+            attempt_uid="2b" * 16,
+            source_attempt_uid="1a" * 16,
+            step=1,
+            shard=shard,
+            ways=tuple(ways),
+            tensors=frozenset({ALL}),
+            part=1,
+        )
+        began_s = time.monotonic()
+        staged = stager.stage(request).shard
+        took_s = time.monotonic() - began_s
+    assert staged.node == ways[1].node
+    assert Path(staged.path).read_bytes()[: staged.bytes] == body
+    assert stall_s <= took_s <= 1.6 * stall_s + 0.3 * (stall_s == STALL_S), "5 to 8 s"
 
 
 def test_a_reader_that_is_slower_than_a_slot_may_be_in_use_goes_on_where_it_was_cut_off() -> None:

@@ -128,6 +128,15 @@ def greatest_use(directory: Path) -> Iterator[Callable[[], int]]:
         thread.join()
 
 
+def gauges(node: Node) -> dict[str, float]:
+    """Return what the sidecar tells of its memory."""
+    name = "toprope_memory_"
+    with urllib.request.urlopen(f"{node.url}/metrics", timeout=20) as answer:
+        lines = [line.split() for line in answer.read().decode().splitlines() if line.startswith(name)]
+    return {word.removeprefix(name): float(value) for word, value in lines}
+
+
+@pytest.mark.fault("B95")
 @pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.parametrize("rank", [0, 1], ids=["of the same rank", "of a rank that has moved away"])
@@ -154,4 +163,5 @@ def test_what_the_last_life_left_makes_room_and_the_limit_is_never_passed(
             trainer.announce()
             trainer.snapshot(7)
             assert stub.wait_copy("a", "memory", 7, rank=rank).bytes == len(trainer.image(7))
+            assert gauges(node) == {"bytes": used_bytes(node.memory), "room_bytes": LIMIT}
         assert greatest() <= LIMIT

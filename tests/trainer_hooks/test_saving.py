@@ -316,3 +316,33 @@ def test_a_trainer_whose_slots_do_not_fit_says_so_with_what_the_sidecar_says(
         checkpointer.end_step(step)
     assert checkpointer.stats.skipped == {"no memory for slots": 2}
     assert "300 bytes of memory needed, 20 bytes free" in caplog.text
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_tier_that_fails_is_an_error_with_strict_alone(sidecar: FakeSidecar, *, strict: bool) -> None:
+    trainer = tiny()
+    checkpointer = Checkpointer(job="j", socket=sidecar.socket_path, strict=strict, **trainer.named())
+    checkpointer.restore()
+    assert checkpointer._saver is not None
+    session, uid = checkpointer._session, checkpointer._saver._attempt.uid
+    assert session is not None
+    frame = wire.Desired(
+        attempt=1,
+        attempt_uid=uid,
+        schedule=wire.Schedule(from_step=0, every=100),
+        protected_step=0,
+        ready_step=0,
+        trouble="the object tier fails: 500 InternalError",
+    )
+    with sidecar._mutex:
+        for peer in sidecar._peers:
+            sidecar._send(peer, frame)
+    while session.desired != frame:
+        threading.Event().wait(0.005)
+    trainer.step()
+    if strict:
+        with pytest.raises(HookError, match="not as safe as it should be: the object tier fails: 500 InternalError"):
+            checkpointer.end_step(1)
+    else:
+        checkpointer.end_step(1)
+    checkpointer.close()

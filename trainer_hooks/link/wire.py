@@ -279,7 +279,8 @@ class Desired:
     """Sidecar: the job as the coordinator wants it now, and what it knows to be safe (0: nothing yet).
 
     ``extra_step``: all ranks save this step, due or not, and end there; 0: none. ``no_slots``: why this rank can have
-    no slots of the size that it told; empty: it has them, or they are being made.
+    no slots of the size that it told; empty: it has them, or they are being made. ``trouble``: what costs this node a
+    tier now; empty: nothing does.
     """
 
     kind: ClassVar[str] = "DESIRED"
@@ -290,6 +291,7 @@ class Desired:
     ready_step: int
     extra_step: int = 0
     no_slots: str = ""
+    trouble: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -82,7 +82,7 @@ class Saver:
 
         Raises:
             SupersededError: a later attempt was opened.
-            HookError: a snapshot was skipped, and ``strict`` asks for an error.
+            HookError: a snapshot was skipped, or a tier fails, and ``strict`` asks for an error.
         """
         self.heed(step)
         if self._announced_bytes == 0:
@@ -101,7 +101,7 @@ class Saver:
 
         Raises:
             SupersededError: a later attempt was opened.
-            HookError: the snapshot before is void, and ``strict`` asks for an error.
+            HookError: with ``strict``: the snapshot before is void, or saved steps do not reach a tier.
         """
         self._settle()
         if self._session.superseded:
@@ -118,6 +118,8 @@ class Saver:
             )
         if desired.attempt_uid != self._attempt.uid:
             return
+        if self._strict and desired.trouble:
+            raise HookError(f"what is saved is not as safe as it should be: {desired.trouble}")
         if step > desired.schedule.from_step:
             self._schedule = desired.schedule
         self.extra_step = desired.extra_step
