@@ -32,6 +32,7 @@ from toprope.trainer_hooks.image.shard import Piece, check_tensor, plan_image
 from toprope.trainer_hooks.image.tree import Encoder, Json
 
 FORMAT = 1
+_to_json = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
 _KEY = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _T = TypeVar("_T")
 
@@ -145,7 +146,7 @@ def model_devices(model: ModelState) -> list[int]:
     """Return the CUDA devices that hold the model, in the order in which they first appear."""
     found: dict[int, None] = {}
     for tensor in (*model.params.values(), *model.buffers.values()):
-        if tensor.device.type == "cuda":
+        if tensor.is_cuda:
             found[tensor.device.index or 0] = None
     return list(found)
 
@@ -206,7 +207,7 @@ def capture(parts: Parts, *, rank: int, world: int, memory: Memory | None = None
     if parts.extra is not None:
         document["extra"] = _extra(parts.extra, keeper)
     document["meshes"] = [{"shape": list(mesh.shape), "ranks": list(mesh.ranks)} for mesh in memory.meshes]
-    body = json.dumps(document, separators=(",", ":"), allow_nan=False).encode()
+    body = _to_json(document).encode()
     memory.known = keeper.known
     return Snapshot(body, keeper.tensors, keeper.pieces, keeper.updated_by)
 

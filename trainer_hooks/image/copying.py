@@ -7,7 +7,7 @@ import os
 import queue
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -21,35 +21,48 @@ _HOP_BYTES = 1_000_003 * 64
 _CACHE_LINE_BYTES = 64
 
 
-@dataclass(frozen=True, slots=True)
-class Move:
-    """A copy of ``count`` bytes to an address, from ``begin`` of a contiguous tensor, which it keeps alive."""
+class Move(NamedTuple):
+    """A copy of ``size`` bytes to an address, from ``begin`` of a contiguous tensor, which it keeps alive."""
 
     to: int
     source: torch.Tensor
-    count: int
+    size: int
     begin: int = 0
 
     def run(self) -> None:
         """Copy. Other threads of Python run meanwhile."""
-        if self.count:
-            ctypes.memmove(self.to, self.source.data_ptr() + self.begin, self.count)
+        if self.size:
+            ctypes.memmove(self.to, self.source.data_ptr() + self.begin, self.size)
 
     def same(self) -> bool:
         """Say whether both sides have the same bytes."""
-        return not self.count or _memcmp(self.to, self.source.data_ptr() + self.begin, self.count) == 0
-
-    def sample(self, turn: int) -> Callable[[], bool]:
-        """Keep some of the bytes as they are now; return what says whether both sides have them then."""
-        begin, count = sample_place(self.count, turn)
-        place = self.part(begin, count)
-        golden = ctypes.string_at(self.source.data_ptr() + place.begin, count)
-        return lambda: ctypes.string_at(place.to, count) == golden and place.same()
+        return not self.size or _memcmp(self.to, self.source.data_ptr() + self.begin, self.size) == 0
 
     def part(self, begin: int, count: int) -> Move:
         """Return the copy of a part of this one's bytes."""
-        assert begin + count <= self.count
+        assert begin + count <= self.size
         return Move(self.to + begin, self.source, count, self.begin + begin)
+
+
+def sampled(moves: Sequence[Move], turn: int) -> Callable[[], bool]:
+    """Keep some bytes of each source as they are now; return what says whether both sides of all have them then."""
+    places = [(move, *sample_place(move.size, turn)) for move in moves]
+    kept = ctypes.create_string_buffer(sum(count for _, _, count in places))
+    golden = ctypes.addressof(kept)
+    for move, begin, count in places:
+        ctypes.memmove(golden, move.source.data_ptr() + move.begin + begin, count)
+        golden += count
+
+    def sound() -> bool:
+        golden = ctypes.addressof(kept)
+        for move, begin, count in places:
+            sides = (move.to + begin, move.source.data_ptr() + move.begin + begin)
+            if any(_memcmp(golden, side, count) for side in sides):
+                return False
+            golden += count
+        return True
+
+    return sound
 
 
 def sample_place(size: int, turn: int) -> tuple[int, int]:
@@ -83,7 +96,7 @@ class Copier:
         Raises:
             RuntimeError: they were not all made.
         """
-        total = sum(move.count for move in moves)
+        total = sum(move.size for move in moves)
         if self._threads == 1 or total < WORTH_A_THREAD_BYTES:
             _run(moves)
             return
@@ -135,11 +148,11 @@ def _halves(moves: Sequence[Move], total: int) -> tuple[list[Move], list[Move]]:
     mine: list[Move] = []
     left = total // 2
     for number, move in enumerate(moves):
-        if move.count >= left:
+        if move.size >= left:
             cut = left // _CACHE_LINE_BYTES * _CACHE_LINE_BYTES
-            return [*mine, move.part(0, cut)], [move.part(cut, move.count - cut), *moves[number + 1 :]]
+            return [*mine, move.part(0, cut)], [move.part(cut, move.size - cut), *moves[number + 1 :]]
         mine.append(move)
-        left -= move.count
+        left -= move.size
     return mine, []
 
 

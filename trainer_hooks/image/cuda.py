@@ -122,5 +122,11 @@ class DeviceMove:
         return sound
 
 
+def sampled(moves: Iterable[DeviceMove], turn: int) -> Callable[[], bool]:
+    """Keep some bytes of each source as they are now; return what says whether both sides of all have them then."""
+    checks = [move.sample(turn) for move in moves]
+    return lambda: all(check() for check in checks)
+
+
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().reshape(-1).view(torch.uint8)

@@ -264,9 +264,8 @@ class MappedFile:
         with torch.no_grad():
             self.typed_view(offset, tensor).copy_(tensor.detach(), non_blocking=True)
 
-    def move(self, offset: int, tensor: torch.Tensor) -> Move:
-        """Return the copy of memory that writes a plain tensor at an offset."""
-        count = tensor.numel() * tensor.dtype.itemsize
+    def move(self, offset: int, tensor: torch.Tensor, count: int) -> Move:
+        """Return the copy of memory that writes a plain tensor of ``count`` bytes at an offset."""
         assert offset + count <= self.bytes
         return Move(self._address + offset, tensor, count)
 
@@ -312,7 +311,7 @@ def write_image(  # noqa: PLR0913 - what an image consists of, and how it is wri
                 continue
             offset, tensor = plan.start + extent.begin, tensors[extent.name]
             if copier is not None and extent.bytes >= LARGE_BYTES and is_plain(tensor):
-                moves.append(target.move(offset, tensor))
+                moves.append(target.move(offset, tensor, extent.bytes))
             else:
                 target.put_tensor(offset, tensor)
     if copier is not None:

@@ -56,7 +56,7 @@ class Sealer:
             step=step,
             asked=asked,
         )
-        write_page(Path(grant.slot.page_path), page)
+        write_page(grant.slot.page_path, page)
         return page
 
     def seal(self, grant: Grant, page: Page, image_bytes: int) -> wire.Sealed:
@@ -65,7 +65,7 @@ class Sealer:
         Raises:
             OSError: its page can't be written.
         """
-        write_page(Path(grant.slot.page_path), replace(page, state=SlotState.SEALED, bytes=image_bytes))
+        write_page(grant.slot.page_path, replace(page, state=SlotState.SEALED, bytes=image_bytes))
         return self.give_up(grant, page.step, image_bytes)
 
     def give_up(self, grant: Grant, step: int, image_bytes: int) -> wire.Sealed:

@@ -18,7 +18,8 @@ import json
 import os
 import struct
 import zlib
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 CELL_BYTES = 1024
@@ -56,6 +57,10 @@ class Page:
     asked: bool = False
 
 
+_FIELDS = tuple(one.name for one in fields(Page))
+_encode = json.JSONEncoder(separators=(",", ":")).encode
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlotPaths:
     """The three files of one slot."""
@@ -78,21 +83,21 @@ def read_page(path: Path) -> Page:
     Raises:
         OSError: the file can't be read.
     """
-    _, page = _newest(path.read_bytes())
-    return page
+    found = [(count, page) for count, body in _whole_cells(path.read_bytes()) if (page := _decoded(body)) is not None]
+    return max(found, key=lambda one: one[0], default=(0, Page()))[1]
 
 
-def write_page(path: Path, page: Page) -> None:
+def write_page(path: str | Path, page: Page) -> None:
     """Write the page into the older of its two cells.
 
     Raises:
         OSError: the file can't be written.
     """
-    body = json.dumps(asdict(page), separators=(",", ":")).encode()
+    body = _encode({name: getattr(page, name) for name in _FIELDS}).encode()
     assert len(body) <= CELL_BYTES - _HEAD.size, f"page of {len(body)} bytes"
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        count, _ = _newest(os.pread(descriptor, PAGE_BYTES, 0))
+        count = max((count for count, _ in _whole_cells(os.pread(descriptor, PAGE_BYTES, 0))), default=0)
         counted = struct.pack("<IQ", len(body), count + 1) + body
         cell = struct.pack("<I", zlib.crc32(counted)) + counted
         os.pwrite(descriptor, cell.ljust(CELL_BYTES, b"\0"), (count + 1) % 2 * CELL_BYTES)
@@ -100,18 +105,15 @@ def write_page(path: Path, page: Page) -> None:
         os.close(descriptor)
 
 
-def _newest(raw: bytes) -> tuple[int, Page]:
-    found: list[tuple[int, Page]] = []
+def _whole_cells(raw: bytes) -> Iterator[tuple[int, bytes]]:
+    """Yield the count and the JSON of each cell that was written to its end."""
     for start in (0, CELL_BYTES):
         cell = raw[start : start + CELL_BYTES]
         if len(cell) < CELL_BYTES:
             continue
         crc, length, count = _HEAD.unpack_from(cell)
-        body = cell[_HEAD.size : _HEAD.size + length]
-        whole = length <= CELL_BYTES - _HEAD.size and zlib.crc32(cell[4 : _HEAD.size + length]) == crc
-        if whole and (page := _decoded(body)) is not None:
-            found.append((count, page))
-    return max(found, key=lambda one: one[0], default=(0, Page()))
+        if length <= CELL_BYTES - _HEAD.size and zlib.crc32(cell[4 : _HEAD.size + length]) == crc:
+            yield count, cell[_HEAD.size : _HEAD.size + length]
 
 
 def _decoded(body: bytes) -> Page | None:

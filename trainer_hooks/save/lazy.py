@@ -18,7 +18,7 @@ from typing import TypeAlias
 import torch
 
 from toprope.trainer_hooks.capture.state import Snapshot
-from toprope.trainer_hooks.image import cuda
+from toprope.trainer_hooks.image import copying, cuda
 from toprope.trainer_hooks.image.copying import LARGE_BYTES, Copier, Move
 from toprope.trainer_hooks.image.shard import MappedFile, Plan, is_plain
 from toprope.trainer_hooks.save.fence import raise_fence, why_unfit
@@ -124,7 +124,7 @@ class Lazy:
         for trust in self._trust.values():
             moves = _moves(target, plan, snapshot, trust.names & later)
             if moves:
-                trust.part = _Part(moves, [_check(move, self._turn) for move in moves])
+                trust.part = _Part(moves, _checks(moves, self._turn))
                 parts.append(trust.part)
         self._ended.clear()
         self._copier.start(lambda: self._copy(parts, then))
@@ -190,16 +190,23 @@ def _moves(target: MappedFile, plan: Plan, snapshot: Snapshot, names: Collection
         if extent.name in names:
             source = snapshot.tensors[extent.name].detach()
             at = plan.start + extent.begin
-            move = cuda.DeviceMove(target.typed_view(at, source), source) if source.is_cuda else target.move(at, source)
-            found.append(move)
+            if source.is_cuda:
+                found.append(cuda.DeviceMove(target.typed_view(at, source), source))
+            else:
+                found.append(target.move(at, source, extent.bytes))
     return found
 
 
-def _check(move: AnyMove, turn: int) -> Callable[[], bool]:
-    """Return what says later whether a copy is sound. A version that moved is a change; one that did not is nothing."""
-    version = move.source._version  # noqa: SLF001 - no public name counts the changes of a tensor
-    sample = move.sample(turn)
-    return lambda: move.source._version == version and sample()  # noqa: SLF001 - as above
+def _checks(moves: Sequence[AnyMove], turn: int) -> list[Callable[[], bool]]:
+    """Return what says later whether copies are sound. A version that moved is a change, one that did not nothing."""
+
+    def versions() -> list[int]:
+        return [move.source._version for move in moves]  # noqa: SLF001 - no public name counts a tensor's changes
+
+    before = versions()
+    here = [move for move in moves if isinstance(move, Move)]
+    of_devices = [move for move in moves if isinstance(move, cuda.DeviceMove)]
+    return [lambda: versions() == before, copying.sampled(here, turn), cuda.sampled(of_devices, turn)]
 
 
 def _copied(part: _Part) -> bool:
