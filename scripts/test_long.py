@@ -1,8 +1,9 @@
 """``make test-long``: runs each long check in a process of its own, goes on where it stopped, records the results.
 
 A check is one test function with all its cases that are marked ``long``, or a program. One that has passed on the same
-source isn't run again; ``-k WORD`` runs only those whose name has the word in it. State is in ``.test-long/``; the page
-that people read is ``docs/results/long.md``, with what the tests measured (``record_property``).
+source isn't run again; ``-k 'WORD or WORD'`` runs only those whose name has one of the words in it. State is in
+``.test-long/``; the page that people read is ``docs/results/long.md``, with what the tests measured
+(``record_property``).
 """
 
 from __future__ import annotations
@@ -154,20 +155,26 @@ def main() -> int:
     """Run what has not passed yet; exit status 1 when a check failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--again", action="store_true", help="run the checks that have passed, too")
-    parser.add_argument("-k", dest="word", default="", help="run only checks whose name has this in it")
+    parser.add_argument("-k", dest="words", default="", help="run only checks whose name has this, 'or' this, in it")
     options = parser.parse_args()
     STATE.mkdir(exist_ok=True)
+    words = options.words.split(" or ")
     wanted = checks()
     sources = {check.name: source_digest(check) for check in wanted}
     results = {one.name: one for one in recorded() if one.source == sources.get(one.name)}
     for check in wanted:
         done = check.name in results and results[check.name].status == 0 and not options.again
-        if options.word in check.name and not done:
+        if is_asked(check, words) and not done:
             results[check.name] = run(check, source=sources[check.name])
         ordered = [results[one.name] for one in wanted if one.name in results]
         missing = [one.name for one in wanted if one.name not in results]
         PAGE.write_text(page(ordered, missing=missing))
-    return int(any(results[check.name].status != 0 for check in wanted if options.word in check.name))
+    return int(any(results[check.name].status != 0 for check in wanted if is_asked(check, words)))
+
+
+def is_asked(check: Check, words: Sequence[str]) -> bool:
+    """Say whether a check's name has one of the words in it."""
+    return any(word in check.name for word in words)
 
 
 def say(text: str) -> None:

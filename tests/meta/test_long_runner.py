@@ -76,3 +76,10 @@ def test_a_check_is_run_again_when_the_product_changes_and_not_when_another_test
 
     assert [changes_it(name) for name in ("sidecar/core.py", "tests/support/job.py", "tests/test_a.py")] == [True] * 3
     assert [changes_it(name) for name in ("tests/test_b.py", "docs/page.md")] == [False] * 2
+
+
+def test_checks_are_asked_for_by_words_of_their_names() -> None:
+    names = ("demo", "t.py::test_x", "t.py::test_y")
+    asked = [n for n in names if runner.is_asked(runner.Check(name=n, command=()), ["test_y", "demo"])]
+    assert asked == ["demo", "t.py::test_y"]
+    assert all(runner.is_asked(runner.Check(name=n, command=()), [""]) for n in names)
