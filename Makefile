@@ -11,7 +11,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH):/usr/sbin
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint types layers docs reference pytest test-long bench fmt wheel clean
+.PHONY: help setup demo test lint types layers docs reference pytest test-long scenarios bench fmt wheel clean
 
 help: ## say what each target does
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -45,6 +45,9 @@ pytest: $(STAMP) ## the tests alone; PYTEST_ARGS="tests/store -k log" for some o
 
 test-long: $(STAMP) ## what takes longer; goes on where it stopped, records its results in docs/results/
 	python scripts/test_long.py
+
+scenarios: $(STAMP) ## break a job in each way that chaos/scenarios has, and write down what came of it (half an hour)
+	python scripts/scenarios.py
 
 bench: $(STAMP) ## how long saving blocks, until protected, restore: as ratios to plain copies, and beside others' ways
 	python benchmarks/first.py

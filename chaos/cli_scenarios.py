@@ -110,7 +110,7 @@ def list_scenarios(
         typer.echo(f"{row['name']:<{width}}  {row['about']}{attacks}")
 
 
-def soaking(*, mtbf_s: float, length_s: float, among: str, step_s: float = 0.1) -> Scenario:
+def soaking(*, mtbf_s: float, length_s: float, among: str, step_s: float = 0.2) -> Scenario:
     """Return the scenario of a soak."""
     fault = Fault(do=ANY, mtbf_s=mtbf_s, for_s=min(3.0, mtbf_s / 4), how={"among": among})
     scenario = Scenario(

@@ -40,9 +40,10 @@ class Told(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Use(msgspec.Struct, frozen=True, kw_only=True):
-    """What a service used when all was warm and at the end, and whether it is still the same process."""
+    """What the process of a service that lived longest used when it was warm and when it was seen last, later."""
 
     process: str
+    seconds: float = 0.0
     open_files: tuple[int, int]
     resident_bytes: tuple[int, int]
 
@@ -64,7 +65,6 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
     log_trouble: str = ""
     verified: int = 0
     damages: tuple[str, ...] = ()
-    ready_step: int = 0
     ready_due: int = 0
     ready_after_s: float = -1.0
     told: tuple[Told, ...] = ()

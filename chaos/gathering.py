@@ -8,9 +8,8 @@ import os
 import re
 import signal
 from collections.abc import Iterable
-from pathlib import Path
 
-from toprope.chaos.evidence import ReadyFact, Told, Use
+from toprope.chaos.evidence import ReadyFact, Told
 from toprope.chaos.live.processes import command_of, descendants
 from toprope.chaos.site import Site, state_of
 from toprope.store.errors import StoreError, UsageError
@@ -19,8 +18,6 @@ from toprope.store.look.show import read_job, record_lines
 from toprope.store.look.verify import verify_checkpoint, verify_facts
 from toprope.store.names import log_prefix
 from toprope.store.objects.opening import open_store
-
-_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 def readies(root: str, job: str) -> tuple[ReadyFact, ...]:
@@ -67,35 +64,6 @@ def _lines(site: Site, process: str) -> list[str]:
     kind, _, which = process.partition(" ")
     path = site.world.log(int(which)) if kind == "rank" else site.cluster.log(process.replace(" ", "-"))
     return path.read_text(errors="replace").splitlines() if path.exists() else []
-
-
-def use_of(pid: int) -> tuple[int, int]:
-    """Return how many files a process has open, and its resident bytes; zeros when it is gone."""
-    try:
-        open_files = len(os.listdir(f"/proc/{pid}/fd"))  # noqa: PTH208 - only their number is asked for
-        resident = int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * _PAGE_BYTES
-    except (FileNotFoundError, ProcessLookupError):
-        return 0, 0
-    return open_files, resident
-
-
-def uses_of(site: Site) -> dict[str, tuple[int, int, int]]:
-    """Return, for each service that runs, its process id, how many files it has open and its resident bytes."""
-    found = {}
-    for target in ("coordinator", *(f"sidecar {name}" for name in site.scenario.topology.nodes)):
-        running = site.service(target)
-        if running is not None and running.status() is None:
-            found[target] = (running.pid, *use_of(running.pid))
-    return found
-
-
-def compared(warm: dict[str, tuple[int, int, int]], end: dict[str, tuple[int, int, int]]) -> tuple[Use, ...]:
-    """Return what services used when warm and at the end, for those that are still the same processes."""
-    return tuple(
-        Use(process=target, open_files=(before[1], after[1]), resident_bytes=(before[2], after[2]))
-        for target, before in warm.items()
-        if (after := end.get(target)) is not None and after[0] == before[0]
-    )
 
 
 def end_orphans(before: Iterable[int]) -> tuple[str, ...]:

@@ -16,7 +16,8 @@ class Event(msgspec.Struct, frozen=True, kw_only=True):
     pid: int
     monotonic_s: float
     step: int = 0
-    loss: float = 0.0
+    loss: float | None = 0.0
+    """None: it was no finite number."""
     error: str = ""
     world: int = 0
     restored: tuple[dict[str, Any], ...] = ()
@@ -43,6 +44,7 @@ class JournalReader:
     def __init__(self, out: Path) -> None:
         self._out = out
         self._offsets: dict[Path, int] = {}
+        self._newest = 0
         self.events: list[Event] = []
 
     def read(self) -> list[Event]:
@@ -50,11 +52,12 @@ class JournalReader:
         new = [event for path in sorted(self._out.glob("rank-*.jsonl")) for event in self._read(path)]
         new.sort(key=lambda event: event.monotonic_s)
         self.events += new
+        self._newest = max([self._newest, *(event.step for event in new if event.event == "step")])
         return new
 
     def newest_step(self) -> int:
         """Return the newest step that any rank has ended."""
-        return max((event.step for event in self.events if event.event == "step"), default=0)
+        return self._newest
 
     def _read(self, path: Path) -> list[Event]:
         with path.open("rb") as stream:

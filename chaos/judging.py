@@ -6,15 +6,19 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 
 from toprope.chaos.evidence import Evidence, Restart
-from toprope.chaos.faults.kinds import ends_trainers
+from toprope.chaos.faults.kinds import costs_protection, ends_trainers
 from toprope.chaos.journal import Event
 from toprope.chaos.oracle import RECOVERS_S, compare, steps_lost_allowed, torn_restores
 from toprope.chaos.promises import PROMISES
 from toprope.chaos.timeline import figures, goodput, losses, spans
 from toprope.chaos.verdict import Outcome, Promise, Verdict
 
+QUEUED_BOUNDS_MAX = 3.0
+"""How much of what a step waited for a processor is not held against saving, in bounds of a stall."""
 OPEN_FILES_MORE = 8
 """How many more open files a service may have at the end: connections come and go."""
+LONG_S, GROWN_BYTES_MAX = 300.0, 2 * 1024 * 1024
+"""A service that has lived for so long since it was warm may have grown by so much and no more."""
 _SHOWN = 6
 Finding = tuple[Outcome, list[str]]
 
@@ -103,7 +107,7 @@ def _little_lost(evidence: Evidence) -> Finding:
 
 
 def _may_lose(evidence: Evidence, restart: Restart) -> int:
-    """Return how many steps may be lost: by the cadence, or all past the protected one if a service was away."""
+    """Return how many steps may be lost: by the cadence, or all past the protected one if its making was disturbed."""
     if evidence.scenario.bounds.lost_steps is not None:
         return evidence.scenario.bounds.lost_steps
     every = evidence.scenario.topology.every
@@ -114,16 +118,13 @@ def _may_lose(evidence: Evidence, restart: Restart) -> int:
 
 
 def _was_disturbed(evidence: Evidence, restart: Restart) -> bool:
-    """Say whether a fault of a service was in force, or had just ended, since the step after the protected one."""
+    """Say whether a fault that costs protection was in force, or just over, since the step after the protected one."""
     step = restart.protected_step + evidence.scenario.topology.every
     before = (event for event in evidence.events if event.event == "step" and event.monotonic_s <= restart.at_s)
     ends_s = (event.monotonic_s for event in before if event.step == step)
     since_s = min(ends_s, default=restart.at_s) - evidence.began_s - RECOVERS_S
     until_s = restart.at_s - evidence.began_s
-    return any(
-        one.fired and not ends_trainers(one.fault, one.target) and one.at_s <= until_s and one.until_s >= since_s
-        for one in evidence.injections
-    )
+    return any(costs_protection(one) and one.at_s <= until_s and one.until_s >= since_s for one in evidence.injections)
 
 
 def _verified(evidence: Evidence) -> Finding:
@@ -146,9 +147,13 @@ def _once(evidence: Evidence) -> Finding:
 
 
 def _ready_again(evidence: Evidence) -> Finding:
-    if evidence.ready_step < evidence.ready_due:
-        return "broken", [f"step {evidence.ready_due} was due, step {evidence.ready_step} is the newest READY"]
-    return "held", [f"step {evidence.ready_step} was READY {evidence.ready_after_s:.1f} s after the last step ended"]
+    """Judge by the records as they lie in the log, not by what a coordinator says to be READY."""
+    if not evidence.ready_due:
+        return "not judged", ["no step was due that all ranks must have saved"]
+    newest = max((one.step for one in evidence.readies), default=0)
+    if newest < evidence.ready_due:
+        return "broken", [f"step {evidence.ready_due} was due, step {newest} is the newest READY in the log"]
+    return "held", [f"step {newest} was READY {evidence.ready_after_s:.1f} s after the last step ended"]
 
 
 def _goes_on(evidence: Evidence) -> Finding:
@@ -162,7 +167,11 @@ def _goes_on(evidence: Evidence) -> Finding:
 
 
 def _short_stall(evidence: Evidence) -> Finding:
-    """Judge how long steps were held up, but for what they waited for a processor, which others may take."""
+    """Judge how long steps were held up, but for what they waited for a processor, which others may take.
+
+    That a step waits so in its own thread is the machine's doing, if it is not for long: a step that is held up for
+    several times its bound is held against saving all the same, since what saves may be what takes the processor.
+    """
     steps = [event for event in evidence.events if event.event == "step"]
     if not steps:
         return "not judged", ["no step was done"]
@@ -170,12 +179,16 @@ def _short_stall(evidence: Evidence) -> Finding:
     slow = [
         f"rank {event.rank}: end_step({event.step}) took {event.took_s:.2f} s, {event.queued_s:.2f} s of it in a queue"
         for event in steps
-        if event.took_s - event.queued_s > bound
+        if _held_up_s(event, bound) > bound
     ]
-    longest = max(steps, key=lambda event: event.took_s - event.queued_s)
+    longest = max(steps, key=lambda event: _held_up_s(event, bound))
     took_ms, queued_ms = longest.took_s * 1000, longest.queued_s * 1000
     held = f"the longest end_step took {took_ms:.0f} ms, {queued_ms:.0f} ms of it in the queue for a processor"
     return _finding(slow, f"{held} (bound: {bound * 1000:.0f} ms)")
+
+
+def _held_up_s(event: Event, bound_s: float) -> float:
+    return event.took_s - min(event.queued_s, QUEUED_BOUNDS_MAX * bound_s)
 
 
 def _recovers(evidence: Evidence) -> Finding:
@@ -185,16 +198,14 @@ def _recovers(evidence: Evidence) -> Finding:
     held: list[str] = []
     bound = evidence.scenario.bounds.recovered_s
     for restart in evidence.restarts:
-        first = first_step_after(evidence, restart)
-        line = f"a blow at {_at(evidence, restart)}, "
+        first, blow_s = first_step_after(evidence, restart), _blow_s(evidence, restart)
+        line = f"a blow at {blow_s - evidence.began_s:.1f} s, "
         if first is None and restart is not evidence.restarts[-1]:
             continue  # hit again before it had done a step
-        if first is None or first - restart.at_s > bound:
-            broken.append(
-                line + ("no step was done after it" if first is None else f"{first - restart.at_s:.1f} s down")
-            )
+        if first is None or first - blow_s > bound:
+            broken.append(line + ("no step was done after it" if first is None else f"{first - blow_s:.1f} s down"))
         else:
-            held.append(line + f"the next step was done {first - restart.at_s:.1f} s later")
+            held.append(line + f"the next step was done {first - blow_s:.1f} s later")
     return _finding(broken, *held)
 
 
@@ -212,9 +223,12 @@ def _nothing_left(evidence: Evidence) -> Finding:
     for use in evidence.uses:
         before, after = use.open_files
         if after > before + OPEN_FILES_MORE:
-            broken.append(f"{use.process} had {before} files open when warm and {after} at the end")
+            broken.append(f"{use.process} had {before} files open when warm and {after} {use.seconds:.0f} s later")
+        grown_bytes = use.resident_bytes[1] - use.resident_bytes[0]
+        if use.seconds >= LONG_S and grown_bytes > GROWN_BYTES_MAX:
+            broken.append(f"{use.process} had grown by {grown_bytes} bytes {use.seconds:.0f} s after it was warm")
     held = [
-        f"{use.process}: {use.open_files[0]} open files when warm, {use.open_files[1]} at the end"
+        f"{use.process}: {use.open_files[0]} open files when warm, {use.open_files[1]} {use.seconds:.0f} s later"
         for use in evidence.uses
     ]
     return _finding(broken, *held, "no process and no file is left")
@@ -224,6 +238,14 @@ def first_step_after(evidence: Evidence, restart: Restart) -> float | None:
     """Return when the ranks of a restart had done their first step."""
     steps = (event for event in evidence.events if event.event == "step" and event.pid in restart.pids)
     return min((event.monotonic_s for event in steps), default=None)
+
+
+def _blow_s(evidence: Evidence, restart: Restart) -> float:
+    """Return when what ended the ranks was done to them, since noticing takes time; else when it was seen."""
+    hits = [one.at_s for one in evidence.injections if one.fired and ends_trainers(one.fault, one.target)]
+    return max(
+        (at_s + evidence.began_s for at_s in hits if at_s + evidence.began_s <= restart.at_s), default=restart.at_s
+    )
 
 
 def _begins(evidence: Evidence, restart: Restart) -> list[Event]:

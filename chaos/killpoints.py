@@ -25,19 +25,39 @@ from typing import Any, Literal, TypeAlias, TypeVar, cast
 import msgspec
 
 from toprope.__main__ import main as ckpt
+from toprope.chaos.clock import let_clock_jump
 from toprope.chaos.defects import switch_off_from_env
 from toprope.sidecar.ports import PeerError, SyncError
 from toprope.store.errors import ThrottledError, UnavailableError
 
 P = TypeVar("P")
 LOG_VARIABLE = "CKPT_KILL_LOG"
+CLOCK_VARIABLE = "CKPT_KILL_CLOCK"
+"""Set where the wall clock is to follow the file, too."""
 FILE_VARIABLE = "CKPT_KILL_FILE"
+CLOCK = "clock"
+"""The point that is passed whenever the wall clock is asked."""
+STEP_ENDED = "step.ended"
+"""The point that a trainer passes when a step has ended."""
 _POLL_S = 0.01
 _HELD_S_MAX = 60.0
 """Whoever holds a process at a point lets it go again; should that one die, it goes on by itself."""
 
 Action: TypeAlias = Literal[
-    "kill", "stop", "hold", "delay", "ENOSPC", "EIO", "fsync", "unavailable", "throttled", "peer", "flip", "tear"
+    "kill",
+    "stop",
+    "hold",
+    "delay",
+    "ENOSPC",
+    "EIO",
+    "fsync",
+    "unavailable",
+    "throttled",
+    "peer",
+    "flip",
+    "tear",
+    "nan",
+    "clock",
 ]
 
 
@@ -121,6 +141,20 @@ class KillPoints:
         armed = self._passing(point, ())
         self._wait(armed)
         _acted(armed, ())
+
+    def asked(self, point: str, action: Action) -> bool:
+        """Note the point, and say whether this is to be done there now."""
+        armed = self._passing(point, ())
+        return armed is not None and armed.action == action
+
+    def clock_off_s(self) -> float:
+        """Return by how much the wall clock of this process is to be off now, noted when it is first so."""
+        armed = [] if self._file is None else [one for one in armed_points(self._file) if one.point == CLOCK]
+        for one in armed:
+            if not self._came_by[one]:
+                self._came_by[one] += 1
+                self._note(f"{CLOCK} !{one.action} off by {one.seconds:g} s")
+        return sum(one.seconds for one in armed)
 
     def _passing(self, point: str, arguments: tuple[Any, ...]) -> Armed | None:
         """Note the point and return what is to be done there, noted too; death and standstill come here."""
@@ -273,7 +307,10 @@ def main(arguments: list[str] | None = None) -> None:
     """Run ``ckpt sidecar …`` or ``ckpt coordinator …`` with points around its ports."""
     words = sys.argv[1:] if arguments is None else arguments
     switch_off_from_env(words[0])
-    sys.exit(ckpt(words, passed=points_from_env().wrap))
+    points = points_from_env()
+    if CLOCK_VARIABLE in os.environ:
+        let_clock_jump(points.clock_off_s)
+    sys.exit(ckpt(words, passed=points.wrap))
 
 
 if __name__ == "__main__":

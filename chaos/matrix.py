@@ -75,11 +75,17 @@ _POINTS = (
     "tests/integration/test_killpoints.py::test_each_kill_between_seal_and_ready_leaves_what_was_ready_and_nothing_half"
 )
 _FILES = "tests/sidecar/test_files.py"
+_CELLS = "tests/integration/test_cells.py::test_cells_of_five_rows_hold_in_one_training"
 TESTS: dict[tuple[Row, Phase], tuple[str, ...]] = {
     ("trainer killed", "shm copy"): (
         _POINTS,
         "tests/integration/test_lazy_kill.py::test_a_trainer_killed_in_the_midst_of_a_lazy_copy_goes_on_from_the_snapshot_before",
     ),
+    ("node lost", "peer replication"): (_CELLS,),
+    ("two coordinators", "manifest commit"): (_CELLS,),
+    ("partition", "hashing"): (_CELLS,),
+    ("store errors", "object upload"): (_CELLS,),
+    ("slow", "peer replication"): (_CELLS,),
     ("sidecar killed", "hashing"): (_POINTS,),
     ("sidecar killed", "local write"): (_POINTS,),
     ("sidecar killed", "peer replication"): (_POINTS,),
@@ -122,6 +128,8 @@ LIVE_ROWS: tuple[Row, ...] = (
     "coordinator crash",
     "two coordinators",
     "partition",
+    "store errors",
+    "slow",
 )
 """The rows of which each cell has a test with real processes."""
 

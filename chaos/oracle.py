@@ -39,11 +39,11 @@ def compare(run: Sequence[Final], reference: Sequence[Final], *, world: int) -> 
 def torn_restores(events: Iterable[Event]) -> tuple[str, ...]:
     """Find processes whose steps do not follow on from where they began, and losses that a step had twice.
 
-    A step done again after a restore must lose exactly what it lost the first time.
+    A step done again after a restore must lose exactly what it lost the first time, unless that was no number.
     """
     found: list[str] = []
     last: dict[tuple[int, int], int] = {}
-    losses: dict[tuple[int, int], float] = {}
+    losses: dict[tuple[int, int], float | None] = {}
     differ: set[int] = set()
     for event in events:
         process = (event.rank, event.pid)
@@ -54,7 +54,11 @@ def torn_restores(events: Iterable[Event]) -> tuple[str, ...]:
                 found.append(f"rank {event.rank}: step {event.step} came after step {last.get(process)}")
             last[process] = event.step
             before = losses.setdefault((event.rank, event.step), event.loss)
-            if before != event.loss and event.rank not in differ:  # the first tells all: each later one follows from it
+            if before is None:
+                losses[event.rank, event.step] = event.loss
+            elif (
+                before != event.loss and event.rank not in differ
+            ):  # the first tells all: each later one follows from it
                 differ.add(event.rank)
                 found.append(f"rank {event.rank}: step {event.step} lost {event.loss!r}, and {before!r} before")
     return tuple(found)
@@ -63,8 +67,8 @@ def torn_restores(events: Iterable[Event]) -> tuple[str, ...]:
 def step_to_become_ready(events: Sequence[Event], due: Sequence[int], *, world: int, mended_s: float) -> int:
     """Return the newest of the ``due`` steps that must become READY; 0 if none must.
 
-    That is the last one, unless a fault was mended (at ``mended_s``), or ranks began, only when it ended or shortly
-    before: then it is the last of which all ranks took a snapshot.
+    That is the last one, unless a fault that may cost slots was mended (at ``mended_s``), or ranks began, only when it
+    ended or shortly before: then it is the last of which all ranks took a snapshot.
     """
     settled_s = max([mended_s, *(event.monotonic_s for event in events if event.event == "begin")]) + RECOVERS_S
     lasting = {(event.step, event.rank): event for event in events if event.event == "step"}

@@ -19,6 +19,9 @@ from toprope.chaos.scenario import ANY, Fault
 from toprope.chaos.site import Site
 from toprope.chaos.verdict import Injection
 
+HELD_S_MAX = 3.0
+"""How long after a fault was struck a process is held in its phase at most, until the fault is seen to happen."""
+
 
 @dataclass(slots=True)
 class Planned:
@@ -34,6 +37,8 @@ class Planned:
     _injector: Injector | None = None
     _held: Armed | None = None
     _armed_s: float = 0.0
+    _is_within: bool = False
+    """Whether it was seen to happen while the process was still in the phase that it was to come in."""
 
     @property
     def lasts(self) -> bool:
@@ -49,6 +54,7 @@ class Planned:
                 self._strike()
             return
         self._injector.tend()
+        self._look()
         if self.site.now_s() >= self.at_s + self.fault.for_s:
             self.mend()
 
@@ -63,9 +69,12 @@ class Planned:
         self.over = True
 
     def result(self) -> Injection:
-        """Return what came of it."""
+        """Return what came of it; one that was to come in a phase must have been seen to happen there."""
         witness = self._injector.witness() if self._injector is not None and not self.why else ""
         why = self.why or ("nothing shows that it happened" if self._injector is not None else "its moment never came")
+        if witness and self.fault.during:
+            phase = f"while {self.fault.of} was in {self.fault.during}"
+            why, witness = f"{witness}, but not {phase}", f"{witness}, {phase}" if self._is_within else ""
         return Injection(
             fault=self.fault.do,
             target=self.fault.target,
@@ -108,6 +117,14 @@ class Planned:
         seen = fired(self.site.passed(fault.of))
         return any(one.at_s >= self._armed_s and one.point == self._held.point and one.action == "hold" for one in seen)
 
+    def _look(self) -> None:
+        """Let the process that is held in the phase go on once the fault is seen to happen, or after some seconds."""
+        if self._held is None or self._injector is None:
+            return
+        self._is_within = bool(self._injector.witness())
+        if self._is_within or self.site.now_s() >= self.at_s + HELD_S_MAX:
+            self._let_go()
+
     def _let_go(self) -> None:
         """Let the process that is held in a phase go on, if it lives."""
         if self._held is not None:
@@ -128,8 +145,8 @@ class Planned:
         except (NotFiredError, LiveError) as error:
             self.why, self.over = str(error).splitlines()[0], True
             self.tell(f"did not happen: {self.name}: {self.why}")
-        finally:
             self._let_go()
+        self._look()
 
 
 @dataclass(slots=True)

@@ -13,5 +13,5 @@ PROMISES: dict[str, str] = {
     "short stall": "no step is held up by saving for longer than its bound",
     "recovers": "after each blow a new step is done within its bound",
     "told": "what cost protection, or was refused, was said aloud",
-    "nothing left": "no process, no file in shared memory, no temporary and no open file is left over",
+    "nothing left": "no process, no file in shared memory, no temporary, no open file and no memory is left over",
 }

@@ -14,8 +14,8 @@ from pathlib import Path
 import msgspec
 
 from toprope.chaos import gathering
-from toprope.chaos.evidence import Evidence, Restart, Use
-from toprope.chaos.faults.kinds import check
+from toprope.chaos.evidence import Evidence, Restart
+from toprope.chaos.faults.kinds import check, costs_slots
 from toprope.chaos.journal import JournalReader, read_finals
 from toprope.chaos.judging import judge
 from toprope.chaos.live.cluster import Cadences, Cluster
@@ -28,11 +28,13 @@ from toprope.chaos.progress import Progress
 from toprope.chaos.scenario import Loaded
 from toprope.chaos.site import Site
 from toprope.chaos.stage import WATCH, Stage, watched
+from toprope.chaos.usage import Usage
 from toprope.chaos.verdict import Injection, Verdict
 
 BUCKET = "toprope-chaos"
 _POLL_S = 0.01
 _ASK_S = 0.2
+_USED_S = 2.0
 _STILL_S = 150.0
 """A job in which nothing happens for so long has hung."""
 
@@ -176,9 +178,10 @@ class _Course:
     _faults: list[Planned | Recurring] = field(default_factory=list)
     _down: Restart | None = None
     _asked_s: float = 0.0
+    _used_s: float = 0.0
     _alive_s: float = 0.0
     _told: int = 0
-    _warm: dict[str, tuple[int, int, int]] = field(default_factory=dict)
+    _usage: Usage = field(default_factory=Usage)
     _ready_after_s: float = -1.0
 
     def run(self) -> Evidence:
@@ -198,11 +201,11 @@ class _Course:
             self.progress.say(self.stopped, alarm=True)
             self._mend()
         site.journal.read()
-        uses = gathering.compared(self._warm, gathering.uses_of(site))
+        self._usage.look(site.service_pids(), now_s=site.now_s(), is_ready=self.ready_step > 0)
         site.world.stop()
         site.cluster.stop()
         site.stop_left()
-        return self._evidence(uses)
+        return self._evidence()
 
     def _planned(self, number: int) -> Planned | Recurring:
         fault = self.site.scenario.fault[number]
@@ -252,8 +255,9 @@ class _Course:
             return
         self.protected_step, self.ready_step = desired.protected_step, desired.ready_step
         self.due_from = desired.cadence.from_step
-        if self.ready_step and not self._warm:
-            self._warm = gathering.uses_of(self.site)
+        if self.ready_step and time.monotonic() - self._used_s > _USED_S:
+            self._used_s = time.monotonic()
+            self._usage.look(self.site.service_pids(), now_s=self.site.now_s(), is_ready=True)
 
     def _fell(self, failed: dict[int, int]) -> None:
         at_s = time.monotonic()
@@ -279,7 +283,7 @@ class _Course:
         """Return the newest step that must become READY."""
         topology, steps = self.site.scenario.topology, self.site.scenario.workload.steps
         due = range(self.due_from + topology.object_every, steps + 1, topology.object_every)
-        mended_s = max((max(one.at_s, one.until_s) for one in self._injections()), default=0.0)
+        mended_s = max((max(one.at_s, one.until_s) for one in self._injections() if costs_slots(one)), default=0.0)
         mended_s += self.site.began_s
         return step_to_become_ready(self.site.journal.events, due, world=topology.world, mended_s=mended_s)
 
@@ -292,7 +296,7 @@ class _Course:
                 return
             time.sleep(_POLL_S * 5)
 
-    def _evidence(self, uses: tuple[Use, ...]) -> Evidence:
+    def _evidence(self) -> Evidence:
         site = self.site
         return Evidence(
             scenario=site.scenario,
@@ -303,11 +307,10 @@ class _Course:
             finals=read_finals(site.world.out),
             injections=self._injections(),
             restarts=tuple(self.restarts),
-            ready_step=self.ready_step,
             ready_due=self._due(),
             ready_after_s=self._ready_after_s,
             told=gathering.told(site),
-            uses=uses,
+            uses=self._usage.of_the_longest(),
         )
 
     def _injections(self) -> tuple[Injection, ...]:

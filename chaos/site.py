@@ -79,6 +79,15 @@ class Site:
         known = f"rank 0 to {ranks - 1}, sidecar and node {nodes}, coordinator, broker"
         raise UsageError(f"target {target!r}: there are {known}")
 
+    def service_pids(self) -> dict[str, int]:
+        """Return the process ids of coordinator and sidecars, of those that run."""
+        found = {}
+        for target in ("coordinator", *(f"sidecar {name}" for name in self.scenario.topology.nodes)):
+            running = self.service(target)
+            if running is not None and running.status() is None:
+                found[target] = running.pid
+        return found
+
     def status(self, pid: int) -> int | None:
         """Return how a process that we started has ended, negative for a signal, or None while it lives."""
         ended = {**self.world.server.poll(), **self.services.poll()}
@@ -119,6 +128,8 @@ class Site:
         """Return what makes a process pass points, and lack the safeguard that is to be switched off."""
         self.armed(target).parent.mkdir(parents=True, exist_ok=True)
         env = {killpoints.FILE_VARIABLE: str(self.armed(target)), killpoints.LOG_VARIABLE: str(self.passed(target))}
+        if any(fault.do == "clock" for fault in self.scenario.fault):
+            env[killpoints.CLOCK_VARIABLE] = "1"
         return env | self.more_env | ({defects.VARIABLE: self.defect} if self.defect else {})
 
     # Start and stop

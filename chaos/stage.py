@@ -17,7 +17,7 @@ from toprope.store.errors import UsageError
 
 WATCH = "toprope.chaos.watch:main"
 _GPT = ("--job", "{job}", "--steps", "{steps}", "--seed", "{seed}", "--size", "tiny", "--out", "{out}")
-REFERENCE_TIMEOUT_S = 600.0
+REFERENCE_S_MAX, REFERENCE_S_MAX_A_STEP = 600.0, 0.2
 
 
 @dataclass(slots=True)
@@ -64,7 +64,7 @@ class Stage:
             )
             world.start()
             try:
-                world.finish(timeout_s=REFERENCE_TIMEOUT_S)
+                world.finish(timeout_s=REFERENCE_S_MAX + REFERENCE_S_MAX_A_STEP * workload.steps)
             finally:
                 world.stop()
             self._references[known] = read_finals(world.out)

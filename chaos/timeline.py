@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from toprope.chaos.evidence import Evidence
+from toprope.chaos.faults.kinds import ends_trainers
 from toprope.chaos.journal import Event
 from toprope.chaos.verdict import NO_RANK, Goodput, Kind, Loss, Span
 
@@ -129,11 +130,9 @@ def figures(evidence: Evidence) -> dict[str, float]:
         found["goodput_share"] = useful_s / total_s
     detected, recovered = [], []
     for restart in evidence.restarts:
-        detected += [
-            restart.at_s - one.at_s - evidence.began_s
-            for one in evidence.injections
-            if _hit(one.at_s, restart.at_s - evidence.began_s)
-        ][-1:]
+        down_s = restart.at_s - evidence.began_s
+        blows_s = [one.at_s for one in evidence.injections if one.fired and ends_trainers(one.fault, one.target)]
+        detected += [down_s - blow_s for blow_s in blows_s if blow_s <= down_s][-1:]
         again = [event.monotonic_s for event in steps if event.pid in restart.pids]
         recovered += [min(again) - restart.at_s] if again else []
     if detected:
@@ -142,12 +141,9 @@ def figures(evidence: Evidence) -> dict[str, float]:
         found["next_step_after_s"] = max(recovered)
     if evidence.ready_after_s >= 0:
         found["last_ready_after_s"] = evidence.ready_after_s
-    found |= {
-        f"{use.process.replace(' ', '_')}_resident_growth_bytes": float(use.resident_bytes[1] - use.resident_bytes[0])
-        for use in evidence.uses
-    }
+    for use in evidence.uses:
+        name = use.process.replace(" ", "_")
+        found[f"{name}_resident_growth_bytes"] = float(use.resident_bytes[1] - use.resident_bytes[0])
+        found[f"{name}_open_files_growth"] = float(use.open_files[1] - use.open_files[0])
+        found[f"{name}_followed_s"] = use.seconds
     return {name: round(value, 4) for name, value in found.items()}
-
-
-def _hit(fault_s: float, down_s: float) -> bool:
-    return fault_s <= down_s

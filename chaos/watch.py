@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import math
 import os
 import runpy
 import sys
@@ -22,7 +23,7 @@ from typing import Any
 import torch
 
 from toprope.chaos.defects import switch_off_from_env
-from toprope.chaos.trainer_points import pass_points
+from toprope.chaos.trainer_points import can_be_poisoned, pass_points
 from toprope.trainer_hooks import checkpointer as hook
 from toprope.trainer_hooks.capture.state import capture
 from toprope.trainer_hooks.checkpointer import Checkpointer
@@ -55,7 +56,8 @@ class Watch:
     def ended(self, step: int, loss: object, **more: object) -> None:
         """Note a step that has ended, and let it take as long as a step should."""
         known: Any = loss.detach() if isinstance(loss, torch.Tensor) else loss
-        self.write("step", step=step, loss=0.0 if known is None else float(known), **more)
+        lost = 0.0 if known is None else float(known)
+        self.write("step", step=step, loss=lost if math.isfinite(lost) else None, **more)
         if self.step_s:
             time.sleep(max(0.0, self._ended_s + self.step_s - time.monotonic()))
         self._ended_s = time.monotonic()
@@ -166,6 +168,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     else:
         switch_off_from_env("trainer")
         pass_points()
+        can_be_poisoned()
         listen(watch)
     sys.argv = [options.script, *options.arguments]
     sys.path.insert(0, str(Path(options.script).parent))

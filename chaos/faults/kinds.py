@@ -8,11 +8,13 @@ from types import MappingProxyType
 from toprope.chaos.faults.injector import Injector
 from toprope.chaos.faults.network import Network
 from toprope.chaos.faults.operators import Ckpt, Roll, Split, Twice
-from toprope.chaos.faults.processes import OutOfMemory, Pause, Signal, Slow
-from toprope.chaos.faults.storage import Damage, Fail
+from toprope.chaos.faults.points import Clock, Fail, NotANumber
+from toprope.chaos.faults.processes import OutOfMemory, Pause, Quota, Signal, Slow
+from toprope.chaos.faults.storage import Damage
 from toprope.chaos.phases import hold
 from toprope.chaos.scenario import ANY, Fault, Scenario
 from toprope.chaos.site import Site
+from toprope.chaos.verdict import Injection
 from toprope.store.errors import UsageError
 
 KINDS: Mapping[str, Callable[[Site, Fault], Injector]] = MappingProxyType(
@@ -22,10 +24,13 @@ KINDS: Mapping[str, Callable[[Site, Fault], Injector]] = MappingProxyType(
         "terminate": Signal,
         "pause": Pause,
         "slow": Slow,
+        "quota": Quota,
         "oom": OutOfMemory,
         "flip": Damage,
         "tear": Damage,
         "fail": Fail,
+        "clock": Clock,
+        "nan": NotANumber,
         "network": Network,
         "roll": Roll,
         "split": Split,
@@ -35,6 +40,8 @@ KINDS: Mapping[str, Callable[[Site, Fault], Injector]] = MappingProxyType(
 )
 
 _ENDS_TRAINERS = {"kill", "segfault", "terminate", "oom"}
+_COST_NO_PROTECTION = {"flip", "tear", "ckpt", "twice"}
+_PORTS_OF_PROTECTION = ("pages.", "peers.", "coordinator.", "broker.", "nodes.")
 
 
 def injector(site: Site, fault: Fault) -> Injector:
@@ -55,6 +62,24 @@ def check(scenario: Scenario) -> None:
         for word in words:
             if word.strip().partition(" ")[0] not in KINDS:
                 raise UsageError(f"{scenario.name}: no fault is called {word.strip()!r}; there are: {', '.join(KINDS)}")
+
+
+def costs_slots(one: Injection) -> bool:
+    """Say whether a fault may be why a rank has no free slot while it lasts, and shortly after it: one of a service."""
+    return one.fired and one.fault not in _COST_NO_PROTECTION and one.target.partition(" ")[0] != "rank"
+
+
+def costs_protection(one: Injection) -> bool:
+    """Say whether a fault may keep steps from being protected while it lasts, and shortly after it.
+
+    That is one of what makes and knows of copies in memory: sidecars, coordinator, broker. Neither disk nor object
+    store, nor a slow rank, is a reason to lose a step that is in memory.
+    """
+    if not costs_slots(one):
+        return False
+    if one.fault == "fail":
+        return one.witness.partition(":")[2].startswith(_PORTS_OF_PROTECTION)
+    return one.target.partition(" ")[0] in {"sidecar", "coordinator", "broker", "services"}
 
 
 def ends_trainers(fault: str, target: str) -> bool:

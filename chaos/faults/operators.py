@@ -51,6 +51,7 @@ class Split(Base):
         os.kill(old.pid, signal.SIGSTOP)
         wait_until(lambda: state_of(old.pid) == "T", what="the coordinator stands still", timeout_s=_ENDS_S)
         self._since_s = time.monotonic()
+        self._said = f"pid {old.pid} was in state T"
         self.site.cluster.move_coordinator()
         self.site.start("coordinator")
 

@@ -16,7 +16,7 @@ from toprope.store.errors import UsageError
 
 _DIES_S = 15.0
 _PERIOD_S = 0.2
-_CGROUPS = (Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup"))
+_CGROUPS = Path("/sys/fs/cgroup")
 
 
 class _ByPid(Base):
@@ -142,36 +142,80 @@ class Slow(_ByPid):
         return f"pid {self.pid} was stopped {self._stops} times, {self._stopped_s:.1f} s in all"
 
 
-class OutOfMemory(_ByPid):
-    """Puts a process into a memory cgroup that is too small for it, so that the kernel's OOM killer ends it."""
+class _InGroup(_ByPid):
+    """A fault by a cgroup (version 1) of this process alone; making one takes root."""
 
     _group: Path | None = None
+
+    def join(self, controller: str, **limits: int) -> Path:
+        """Make the group with its limits, put the process there and return the group."""
+        self.aim()
+        root = next((one for one in (_CGROUPS / controller, _CGROUPS) if (one / next(iter(limits))).exists()), None)
+        if root is None:
+            raise NotFiredError(f"this machine has no {controller} cgroup of version 1 to make one in")
+        group = root / f"toprope-chaos-{secrets.token_hex(4)}"
+        try:
+            group.mkdir()
+            self._group = group
+            for name, value in limits.items():
+                (group / name).write_text(str(value))
+            (group / "cgroup.procs").write_text(str(self.pid))
+        except OSError as error:
+            raise NotFiredError(f"{group} can't be used: {error.strerror}; this takes root") from error
+        return group
+
+    def leave(self) -> None:
+        """Put the process back where it was made to leave, if it lives, and remove the group."""
+        if self._group is not None:
+            with contextlib.suppress(OSError):
+                (self._group.parent / "cgroup.procs").write_text(str(self.pid))
+            with contextlib.suppress(OSError):
+                self._group.rmdir()
+
+
+class Quota(_InGroup):
+    """Gives a process only a share of one processor (``how.share``), by a cgroup of its own."""
+
+    _seen = ""
+
+    def strike(self) -> None:
+        """Begin."""
+        share = self.number("share", 0.1)
+        period_us = 100_000
+        self.join("cpu", **{"cpu.cfs_period_us": period_us, "cpu.cfs_quota_us": int(share * period_us)})
+
+    def mend(self) -> None:
+        """Count how often it was throttled, and let it run."""
+        if self._group is not None:
+            words = (self._group / "cpu.stat").read_text().split()
+            counted = dict(zip(words[::2], map(int, words[1::2]), strict=True))
+            if counted["nr_throttled"]:
+                waited_s = counted["throttled_time"] / 1e9
+                self._seen = f"pid {self.pid} was throttled {counted['nr_throttled']} times, {waited_s:.1f} s in all"
+        self.leave()
+
+    def witness(self) -> str:
+        """Return what the kernel counted."""
+        return self._seen
+
+
+class OutOfMemory(_InGroup):
+    """Puts a process into a memory cgroup that is too small for it, so that the kernel's OOM killer ends it."""
+
     _kills = 0
 
     def strike(self) -> None:
         """Make the group and put it there."""
-        self.aim()
-        root = next((one for one in _CGROUPS if (one / "memory.limit_in_bytes").exists()), None)
-        if root is None:
-            raise NotFiredError("this machine has no memory cgroup of version 1 to make one in")
-        self._group = root / f"toprope-chaos-{secrets.token_hex(4)}"
-        try:
-            self._group.mkdir()
-            (self._group / "memory.limit_in_bytes").write_text(str(int(self.number("bytes", 1 << 16))))
-            (self._group / "cgroup.procs").write_text(str(self.pid))
-        except OSError as error:
-            raise NotFiredError(f"{self._group} can't be used: {error.strerror}; this takes root") from error
+        group = self.join("memory", **{"memory.limit_in_bytes": int(self.number("bytes", 1 << 16))})
         wait_until(self.ended, what=f"the kernel ends {self.fault.target}", timeout_s=_DIES_S)
-        counted = (self._group / "memory.oom_control").read_text().split()
+        counted = (group / "memory.oom_control").read_text().split()
         self._kills = int(counted[counted.index("oom_kill") + 1])
         if self.fault.target.partition(" ")[0] != "rank":
             self.site.down.add(self.fault.target)
 
     def mend(self) -> None:
         """Remove the group; start a service again."""
-        if self._group is not None:
-            with contextlib.suppress(OSError):
-                self._group.rmdir()
+        self.leave()
         if self.fault.target in self.site.down:
             self.site.start(self.fault.target)
 

@@ -1,17 +1,12 @@
-"""Faults of what is stored: a bit flipped or a file torn in a tier, calls of a port that fail, wait or change bytes."""
+"""Faults of what is stored: a bit flipped or a file torn in a tier."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import get_args
-
-import msgspec
 
 from toprope.chaos.faults.injector import Base, NotFiredError
-from toprope.chaos.killpoints import Action, Armed, Fired, arm_all, armed_points, fired
 from toprope.chaos.live.processes import LiveError, wait_until
 from toprope.store.errors import UsageError
 from toprope.trainer_hooks.link.slot import SlotState, read_page
@@ -98,50 +93,3 @@ def _files(paths: Iterator[Path], *, step_at: int) -> Iterator[_Found]:
 def _objects(directory: Path) -> Iterator[_Found]:
     for path in directory.glob("a*/s*/rank-*.safetensors*"):
         yield _Found(path, path.stat().st_size, int(path.parent.name.removeprefix("s")))
-
-
-class Fail(Base):
-    """Lets calls of a port fail, wait, or change the bytes that they carry.
-
-    ``how.action`` is ``ENOSPC``, ``EIO``, ``fsync``, ``unavailable``, ``throttled``, ``peer``, ``delay``, ``flip``,
-    ``tear``, ``stop`` or ``kill``; ``how.point`` is ``before:`` or ``after:`` and ``<port>.<method>``; ``how.times``
-    how often (0: as long as it lasts), ``how.match`` what must be in its arguments, ``how.seconds`` how long a
-    ``delay`` is.
-    """
-
-    def strike(self) -> None:
-        """Arm it. That it happens is seen later, in what the process notes."""
-        action = self.word("action", "EIO")
-        if action not in get_args(Action):
-            raise UsageError(f"fail: action {action!r}: give one of {', '.join(get_args(Action))}")
-        self._since_s = time.monotonic()
-        self._armed = msgspec.convert(
-            {
-                "point": self.word("point"),
-                "action": action,
-                "times": int(self.number("times", 0)),
-                "occurrence": int(self.number("occurrence", 1)),
-                "match": self.word("match"),
-                "seconds": self.number("seconds", 0.0),
-                "serial": time.monotonic_ns(),
-            },
-            Armed,
-        )
-        self.site.service(self.fault.target) if not self.fault.target.startswith("rank ") else None
-        file = self.site.armed(self.fault.target)
-        arm_all(file, [*armed_points(file), self._armed])
-
-    def mend(self) -> None:
-        """Disarm it."""
-        file = self.site.armed(self.fault.target)
-        arm_all(file, [one for one in armed_points(file) if one != self._armed])
-
-    def witness(self) -> str:
-        """Return the first time that it happened, and how often."""
-        seen = [one for one in fired(self.site.passed(self.fault.target)) if self._is_ours(one)]
-        if not seen:
-            return ""
-        return f"{seen[0].point} {seen[0].action} {seen[0].detail[-80:]}".strip() + f", {len(seen)} times"
-
-    def _is_ours(self, one: Fired) -> bool:
-        return one.at_s >= self._since_s and (one.point, one.action) == (self._armed.point, self._armed.action)

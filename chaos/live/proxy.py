@@ -11,7 +11,9 @@ file says from the next piece of bytes on (addresses are ``[HOST:]PORT``, on loo
 - ``throttle BYTES_A_SECOND [WAY]``
 - ``truncate N``: a reply ends after N bytes, with a reset
 - ``slowdown``: an HTTP request is answered with 503 SlowDown
+- ``expired``: an HTTP request is answered with 403 ExpiredToken
 - ``lost``: an HTTP request arrives, its reply does not
+- ``late S``: who makes an HTTP request is cut off, and S seconds later it arrives all the same
 - ``muddle SEED [WAY]``: MQTT messages are repeated, swapped and lost
 
 ``WAY`` is ``up`` (towards the target) or ``down`` (back). It logs what it does, a line each.
@@ -34,21 +36,37 @@ from typing import Literal, Self, TypeAlias, get_args
 
 from toprope.chaos.live.muddle import Muddle
 
-MODES = ("pass", "cut", "half-open", "stall", "delay", "throttle", "truncate", "slowdown", "lost", "muddle")
+MODES = (
+    "pass",
+    "cut",
+    "half-open",
+    "stall",
+    "delay",
+    "throttle",
+    "truncate",
+    "slowdown",
+    "expired",
+    "lost",
+    "late",
+    "muddle",
+)
 Way: TypeAlias = Literal["up", "down"]
-_NEW_CONNECTIONS = {"cut", "slowdown", "lost", "muddle"}
+_NEW_CONNECTIONS = {"cut", "slowdown", "expired", "lost", "late", "muddle"}
 """Modes that connections of before can't go over to: those are reset."""
 _DOWN_ONLY = {"truncate", "lost"}
 _CHUNK_BYTES = 64 * 1024
 _UNDERWAY_PIECES = 1024
 _POLL_S = 0.02
-_SLOWDOWN_BODY = b"<?xml version='1.0'?><Error><Code>SlowDown</Code><Message>made to fail</Message></Error>"
-_SLOWDOWN = (
-    b"HTTP/1.1 503 Slow Down\r\nContent-Type: application/xml\r\nConnection: close\r\nContent-Length: "
-    + str(len(_SLOWDOWN_BODY)).encode()
-    + b"\r\n\r\n"
-    + _SLOWDOWN_BODY
-)
+_APPLIED_S = 10.0
+_REFUSALS = {"slowdown": ("503 Slow Down", "SlowDown"), "expired": ("403 Forbidden", "ExpiredToken")}
+"""The status and S3's code that a mode answers requests with."""
+
+
+def _refusal(mode: str) -> bytes:
+    status, code = _REFUSALS[mode]
+    body = f"<?xml version='1.0'?><Error><Code>{code}</Code><Message>made to fail</Message></Error>"
+    head = f"HTTP/1.1 {status}\r\nContent-Type: application/xml\r\nConnection: close\r\nContent-Length: {len(body)}"
+    return f"{head}\r\n\r\n{body}".encode()
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,26 +153,50 @@ class Proxy:
         try:
             if self.mode.kind == "cut":
                 self._reset(writer)
-            elif self.mode.kind == "slowdown":
-                await self._answer(reader, writer)
+            elif self.mode.kind in _REFUSALS:
+                await self._answer(self.mode.kind, reader, writer)
+            elif self.mode.kind == "late":
+                await self._bring_late(self.mode.amount, reader, writer)
             else:
                 await self._carry(reader, writer)
-        except OSError:
+        except (OSError, TimeoutError, asyncio.IncompleteReadError):
             writer.transport.abort()
         finally:
             self._writers.discard(writer)
             with contextlib.suppress(OSError):
                 writer.close()
 
-    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _answer(self, mode: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
-        writer.write(_SLOWDOWN)
+        writer.write(_refusal(mode))
         await writer.drain()
-        self.note("answered 503 SlowDown")
+        self.note(f"answered {' '.join(_REFUSALS[mode])}")
         with contextlib.suppress(TimeoutError):  # what else it sends is read, or the reset would overtake the answer
             async with asyncio.timeout(0.2):
                 while await reader.read(_CHUNK_BYTES):
                     pass
+
+    async def _bring_late(self, later_s: float, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Take a whole request, cut its sender off, and bring it to the target once nobody waits for it any more."""
+        head = await reader.readuntil(b"\r\n\r\n")
+        fields = dict(line.split(b": ", 1) for line in head.lower().split(b"\r\n")[1:] if b": " in line)
+        if fields.get(b"expect") == b"100-continue":
+            writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+            await writer.drain()
+        body = await reader.readexactly(int(fields.get(b"content-length", b"0")))
+        self._reset(writer)
+        await asyncio.sleep(later_s)
+        far_reader, far_writer = await asyncio.open_connection(*self.target)
+        try:
+            far_writer.write(head + body)
+            async with asyncio.timeout(_APPLIED_S):
+                status = b"100"
+                while b"100" in status:
+                    status = (await far_reader.readuntil(b"\r\n\r\n")).split(b"\r\n")[0]
+        finally:
+            far_writer.transport.abort()
+        said = f"{head.split(b' HTTP')[0].decode()} ({len(body)} bytes): {status.decode()}"
+        self.note(f"brought {later_s:g} s after its sender was cut off: {said}")
 
     async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         far_reader, far_writer = await asyncio.open_connection(*self.target)

@@ -12,6 +12,8 @@ from toprope.chaos.verdict import NO_RANK, Injection, Kind, Span, Verdict
 _TICKS = 7
 _CHIP_SHARE = 0.065
 """How much of a narrow row a fault's number takes: closer ones are set below each other."""
+_SNAPSHOT_SHARE = 0.001
+"""How much of a row is between two marks of snapshots at least."""
 _LAST_TICK = 0.97
 """A tick past this share of the axis would stand out of it."""
 _LAYERS: tuple[Kind, ...] = ("training", "down", "restore", "snapshot", "fault")
@@ -45,7 +47,7 @@ def timeline(verdict: Verdict) -> str:
 def _row(rank: int, spans: list[Span], fired: list[tuple[int, Injection]], end_s: float) -> str:
     drawn = "".join(
         f'<i class="{span.kind}" style="{_place(span.begin_s, span.end_s, end_s)}" title="{quoted(_text(span))}"></i>'
-        for span in sorted(spans, key=lambda span: (_LAYERS.index(span.kind), span.begin_s))
+        for span in sorted(_apart(spans, end_s), key=lambda span: (_LAYERS.index(span.kind), span.begin_s))
     )
     lines = "".join(
         f'<b style="left:{_share(one.at_s, end_s):.3f}%" title="{number}: {quoted(fault_of(one))}"></b>'
@@ -53,6 +55,17 @@ def _row(rank: int, spans: list[Span], fired: list[tuple[int, Injection]], end_s
     )
     name = row_of(rank)
     return f'<div class="row"><span class="name">{name}</span><div class="track">{drawn}{lines}</div></div>\n'
+
+
+def _apart(spans: list[Span], end_s: float) -> Iterable[Span]:
+    """Leave out snapshots that would be drawn over each other: a long run has thousands."""
+    last_s = -end_s
+    for span in spans:
+        if span.kind == "snapshot":
+            if span.begin_s - last_s < _SNAPSHOT_SHARE * end_s:
+                continue
+            last_s = span.begin_s
+        yield span
 
 
 def _chips(fired: list[tuple[int, Injection]], end_s: float) -> str:

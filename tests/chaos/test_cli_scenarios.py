@@ -117,7 +117,7 @@ def test_a_soak_lasts_as_long_as_it_is_told_under_random_faults(played: Played) 
     assert main(["chaos", "soak", "--break", "--mtbf", "30s", "--for", "2m"]) == 0
     ((order,)) = played.orders
     (fault,) = order.loaded.scenario.fault
-    assert (fault.do, fault.mtbf_s, order.seed, order.loaded.scenario.workload.steps) == ("any", 30.0, 7, 1200)
+    assert (fault.do, fault.mtbf_s, order.seed, order.loaded.scenario.workload.steps) == ("any", 30.0, 7, 600)
     assert set(soaking(mtbf_s=1.0, length_s=1.0, among="kill rank 0").attacks) == set(PROMISES) - {"told"}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import signal
 import sys
 import time
@@ -15,14 +16,17 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import torch
 
 from toprope.chaos.faults.injector import Injector, NotFiredError
 from toprope.chaos.faults.kinds import KINDS, injector
-from toprope.chaos.killpoints import KillPoints, armed_points
+from toprope.chaos.journal import Event
+from toprope.chaos.killpoints import STEP_ENDED, KillPoints, armed_points
 from toprope.chaos.live.processes import Process, wait_until
-from toprope.chaos.planned import Planned, Recurring
+from toprope.chaos.planned import HELD_S_MAX, Planned, Recurring
 from toprope.chaos.scenario import Fault, Scenario, Workload
 from toprope.chaos.site import Site, state_of
+from toprope.chaos.trainer_points import poison
 from toprope.store.errors import UsageError
 from toprope.trainer_hooks.link.slot import Page, SlotState, slot_paths, write_page
 
@@ -211,6 +215,67 @@ def test_two_faults_of_one_process_do_not_disturb_each_other(job: Job) -> None:
     assert [armed.point for armed in armed_points(job.armed("sidecar a"))] == ["before:objects.create"]
 
 
+def test_a_gradient_is_spoilt_once_and_proved_by_a_step_that_loses_no_number(job: Job) -> None:
+    events: list[Event] = []
+    job.journal = SimpleNamespace(events=events)  # type: ignore[attr-defined]
+    points = KillPoints(log=job.passed("rank 1"), armed=job.armed("rank 1"))
+    fault = made(job, "nan", "rank 1")
+    assert not points.asked(STEP_ENDED, "nan")
+    fault.strike()
+    assert points.asked(STEP_ENDED, "nan")
+    assert not points.asked(STEP_ENDED, "nan")
+    assert fault.witness() == ""
+    now_s = time.monotonic()
+    events.append(Event(event="step", rank=0, pid=1, monotonic_s=now_s, step=19, loss=1.0))
+    events.append(Event(event="step", rank=0, pid=1, monotonic_s=now_s, step=20, loss=None))
+    assert fault.witness() == "a gradient of rank 1 was NaN, and rank 0 lost NaN in step 20"
+
+
+def test_the_next_gradient_and_only_that_is_no_number() -> None:
+    model = torch.nn.Linear(2, 1)
+    poison([model])
+    spoilt = []
+    for _ in range(2):
+        model.zero_grad()
+        model(torch.ones(2)).sum().backward()
+        spoilt.append([bool(one.grad.isnan().any()) for one in model.parameters() if one.grad is not None])
+    assert spoilt == [[True, False], [False, False]]
+
+
+def test_a_clock_is_off_as_long_as_the_fault_lasts(job: Job) -> None:
+    points = KillPoints(log=job.passed("sidecar a"), armed=job.armed("sidecar a"))
+    fault = made(job, "clock", seconds=3600)
+    fault.strike()
+    assert fault.witness() == ""
+    assert points.clock_off_s() == 3600.0
+    assert fault.witness() == "the wall clock of sidecar a was off by 3600 s"
+    fault.mend()
+    assert points.clock_off_s() == 0.0
+
+
+@pytest.mark.skipif(
+    os.getuid() != 0 or not Path("/sys/fs/cgroup/cpu/cpu.cfs_quota_us").exists(), reason="root, cgroups"
+)
+def test_a_process_with_a_quota_is_throttled_and_put_back(job: Job) -> None:
+    burn = "print('up', flush=True)\nwhile True: pass"
+    process = job.process = Process("a", [sys.executable, "-c", burn], log=job.directory / "a.log")
+    before = Path(f"/proc/{process.pid}/cgroup").read_text()
+    try:
+        wait_until(lambda: "up" in process.log.read_text(), what="it is up", timeout_s=20, alive=[process])
+        fault = made(job, "quota", share=0.05)
+        fault.strike()
+        group = re.search(r":cpu:/(toprope-chaos-\w+)\n", Path(f"/proc/{process.pid}/cgroup").read_text())
+        assert group is not None
+        end_s = time.monotonic() + 0.3
+        wait_until(lambda: time.monotonic() > end_s, what="it was throttled", timeout_s=20)
+        fault.mend()
+        assert Path(f"/proc/{process.pid}/cgroup").read_text() == before
+        assert re.fullmatch(rf"pid {process.pid} was throttled [1-9]\d* times, .* s in all", fault.witness())
+    finally:
+        process.kill()
+    assert not Path("/sys/fs/cgroup/cpu", group[1]).exists()
+
+
 def test_wrong_use_of_a_fault_is_told(job: Job) -> None:
     for do, target, how, says in (
         ("flip", "node z", {"tier": "memory"}, "give a node that is there"),
@@ -304,6 +369,39 @@ def test_a_fault_in_a_phase_strikes_while_a_process_is_held_there_and_then_lets_
         assert armed_points(job.armed("sidecar a")) == []
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
         struck.mend()
+
+
+def test_a_fault_that_shows_only_once_the_process_has_left_the_phase_has_not_come_in_it(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    points = KillPoints(log=job.passed("sidecar a"), armed=job.armed("sidecar a"))
+    upload = points.around("objects.create", lambda key: key)
+    receive = points.around("peers.receive", lambda key: key)
+    how = {"point": "before:peers.receive", "action": "delay", "seconds": 0.01}
+    late, soon = (
+        planned(job, during="object upload", of="sidecar a", at_step=16, for_s=60.0, how=how) for _ in range(2)
+    )
+    for fault, shows in ((late, False), (soon, True)):
+        job.step = 16
+        fault.turn()
+        pid = os.fork()
+        if pid == 0:
+            upload("shards/a1/s000000016/rank-0")
+            os._exit(7)
+        wait_until(lambda fault=fault: fault.turn() or fault.lasts, what="it strikes", timeout_s=20)  # type: ignore[misc]
+        assert [one.action for one in armed_points(job.armed("sidecar a"))].count("hold") == 1
+        if shows:
+            receive("url")
+        else:
+            job.at_s += HELD_S_MAX
+        fault.turn()
+        assert [one.action for one in armed_points(job.armed("sidecar a"))].count("hold") == 0
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+        receive("url")
+        fault.mend()
+        assert fault.result().fired is shows
+    assert late.result().witness.endswith("but not while sidecar a was in object upload")
+    assert soon.result().witness.endswith(", while sidecar a was in object upload")
 
 
 def test_faults_that_recur_come_at_times_drawn_from_the_seed_one_after_another(job: Job) -> None:

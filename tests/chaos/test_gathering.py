@@ -8,8 +8,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
 
-from toprope.chaos.evidence import ReadyFact, Use
-from toprope.chaos.gathering import compared, end_orphans, files_left, log_lines, readies, told, use_of
+from toprope.chaos.evidence import ReadyFact
+from toprope.chaos.gathering import end_orphans, files_left, log_lines, readies, told
 from toprope.chaos.live.processes import Process, descendants
 from toprope.chaos.scenario import Expected
 from toprope.chaos.site import Site
@@ -69,16 +69,3 @@ def test_memory_and_temporaries_that_are_there_in_the_end_are_left_over(tmp_path
     temporary.parent.mkdir(parents=True)
     temporary.touch()
     assert files_left(site(tmp_path)) == (f"{tmp_path / 'memory'} is left over", f"{temporary} is left over")
-
-
-def test_only_processes_that_lived_on_are_compared() -> None:
-    warm = {"coordinator": (10, 20, 1000), "sidecar a": (11, 30, 2000), "sidecar b": (12, 30, 2000)}
-    end = {"coordinator": (10, 22, 1500), "sidecar a": (99, 30, 2000)}
-    assert compared(warm, end) == (Use(process="coordinator", open_files=(20, 22), resident_bytes=(1000, 1500)),)
-
-
-def test_the_use_of_a_process_is_that_of_linux() -> None:
-    files, resident = use_of(os.getpid())
-    assert files >= 3
-    assert resident > 1 << 20
-    assert use_of(1 << 22) == (0, 0)

@@ -65,7 +65,6 @@ def evidence(**changes: object) -> Evidence:
         readies=(ReadyFact(number=3, attempt=1, step=8), ReadyFact(number=5, attempt=2, step=24)),
         log=("0 JOB", "1 ELECTED"),
         verified=2,
-        ready_step=24,
         ready_due=24,
         ready_after_s=0.5,
         told=(Told(process="sidecar a", words="trouble", line="trouble"),),
@@ -102,7 +101,7 @@ BREAKS: list[tuple[str, dict[str, Any]]] = [
     ("verified", {"verified": 0}),
     ("verified", {"scenario": replace(SCENARIO, expected=Expected(damaged=True, told=SCENARIO.expected.told))}),
     ("READY once", {"readies": (*evidence().readies, ReadyFact(number=6, attempt=2, step=24))}),
-    ("READY again", {"ready_step": 16}),
+    ("READY again", {"readies": evidence().readies[:1]}),  # whatever the coordinator says
     ("training goes on", {"injections": (replace(KILL, target="sidecar a"),)}),
     ("short stall", {"events": with_event(2, took_s=1.5)}),
     ("recovers", {"restarts": restart(at_s=50.0)}),
@@ -110,6 +109,10 @@ BREAKS: list[tuple[str, dict[str, Any]]] = [
     ("told", {"told": (Told(process="sidecar a", words="trouble", line=""),)}),
     ("nothing left", {"leftovers": ("process 99 still ran",)}),
     ("nothing left", {"uses": (Use(process="coordinator", open_files=(20, 60), resident_bytes=(1, 1)),)}),
+    (
+        "nothing left",
+        {"uses": (Use(process="sidecar a", seconds=900, open_files=(1, 1), resident_bytes=(1 << 20, 4 << 20)),)},
+    ),
 ]
 
 
@@ -159,6 +162,49 @@ def test_an_attacked_promise_that_could_not_be_judged_proves_nothing() -> None:
 def test_what_a_step_waited_for_a_processor_is_not_held_against_saving() -> None:
     assert judge(evidence(events=with_event(2, took_s=1.5, queued_s=0.6))).good
     assert judge(evidence(events=with_event(2, took_s=1.5, queued_s=0.4))).broken == ("short stall",)
+
+
+def test_a_step_that_waited_for_a_processor_for_several_bounds_was_held_up_all_the_same() -> None:
+    assert judge(evidence(events=with_event(2, took_s=3.5, queued_s=3.4))).good
+    assert judge(evidence(events=with_event(2, took_s=4.1, queued_s=4.0))).broken == ("short stall",)
+
+
+def test_a_restart_is_as_long_as_from_the_blow_to_the_next_step_not_from_when_somebody_noticed() -> None:
+    late = evidence(scenario=replace(SCENARIO, bounds=Bounds(recovered_s=5.0)), injections=(replace(KILL, at_s=8.0),))
+    assert judge(late).broken == ("recovers",)
+    assert "a blow at 8.0 s, 6.0 s down" in next(one for one in judge(late).promises if one.name == "recovers").evidence
+    assert judge(replace(late, injections=(replace(KILL, at_s=9.5),))).good
+
+
+def test_where_no_step_must_become_ready_nothing_is_said_to_be_kept() -> None:
+    asked = replace(SCENARIO, attacks=("READY again",))
+    verdict = judge(evidence(scenario=asked, ready_due=0))
+    assert outcome(verdict, "READY again") == "not judged"
+    assert not verdict.good
+
+
+@pytest.mark.parametrize(
+    ("fault", "excused"),
+    [
+        ({"fault": "pause", "target": "sidecar b"}, True),
+        ({"fault": "kill", "target": "broker"}, True),
+        ({"fault": "roll", "target": "services"}, True),
+        ({"fault": "network", "target": "broker"}, True),
+        ({"fault": "fail", "target": "sidecar a", "witness": "before:peers.receive peer http://x, 2 times"}, True),
+        ({"fault": "fail", "target": "sidecar a", "witness": "before:objects.create throttled x, 2 times"}, False),
+        ({"fault": "fail", "target": "sidecar a", "witness": "before:disk.write ENOSPC x, 2 times"}, False),
+        ({"fault": "network", "target": "store"}, False),
+        ({"fault": "slow", "target": "rank 1"}, False),
+        ({"fault": "ckpt", "target": "coordinator"}, False),
+        ({"fault": "flip", "target": "store"}, False),
+        ({"fault": "twice", "target": "world"}, False),
+        ({"fault": "pause", "target": "sidecar b", "fired": False}, False),
+    ],
+)
+def test_only_a_fault_of_what_protects_excuses_that_more_was_lost(fault: dict[str, Any], excused: bool) -> None:  # noqa: FBT001 - a case
+    away = replace(KILL, at_s=9.0, until_s=10.0, **fault)
+    verdict = judge(evidence(restarts=restart(newest_step=17, protected_step=8), injections=(KILL, away)))
+    assert ("little lost" in verdict.broken) is not excused
 
 
 def test_while_a_service_was_away_what_was_not_protected_may_be_lost_and_no_more() -> None:

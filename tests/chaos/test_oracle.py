@@ -81,6 +81,17 @@ def test_a_step_done_again_must_lose_the_same() -> None:
     assert torn_restores(events) == ("rank 0: step 1 lost 0.25, and 0.5 before",)
 
 
+def test_a_step_that_lost_no_number_may_lose_one_when_done_again_and_never_the_other_way_round() -> None:
+    def twice(first: float | None, second: float | None) -> tuple[str, ...]:
+        begin = [_event("begin", 0), _event("begin", 0, pid=2)]
+        steps = [_event("step", 1, pid=pid) for pid in (1, 2)]
+        steps = [msgspec.structs.replace(one, loss=loss) for one, loss in zip(steps, (first, second), strict=True)]
+        return torn_restores([begin[0], steps[0], begin[1], steps[1]])
+
+    assert twice(None, 0.5) == twice(None, None) == ()
+    assert twice(0.5, None) == ("rank 0: step 1 lost None, and 0.5 before",)
+
+
 def test_two_intervals_may_be_lost_only_when_the_newest_was_not_protected() -> None:
     assert steps_lost_allowed(newest_due_protected=True, every=4) == 4
     assert steps_lost_allowed(newest_due_protected=False, every=4) == 8

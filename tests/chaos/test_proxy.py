@@ -174,6 +174,33 @@ def test_a_lost_reply_is_one_to_a_request_that_has_arrived(link: Link) -> None:
     assert link.server.received == [b"a\n"]
 
 
+@pytest.mark.parametrize(("mode", "answer"), [("slowdown", b"503 Slow Down"), ("expired", b"403 Forbidden")])
+def test_a_request_is_refused_as_s3_refuses_it(mode: str, answer: bytes, link: Link) -> None:
+    link.tell(mode)
+    with link.connect() as connection:
+        connection.sendall(b"PUT /b/k HTTP/1.1\r\nContent-Length: 0\r\n\r\n")
+        said = connection.makefile("rb").read()
+    assert said.startswith(b"HTTP/1.1 " + answer)
+    assert {"slowdown": b"<Code>SlowDown<", "expired": b"<Code>ExpiredToken<"}[mode] in said
+    assert link.server.received == []
+
+
+def test_a_request_arrives_after_its_sender_was_cut_off(link: Link) -> None:
+    link.tell(f"late {SHORT_S}")
+    head, body = b"PUT /b/k HTTP/1.1\r\nExpect: 100-continue\r\nContent-Length: 6\r\n\r\n", b"abcde\n"
+    with link.connect() as connection:
+        connection.sendall(head)
+        assert connection.recv(100) == b"HTTP/1.1 100 Continue\r\n\r\n"
+        connection.sendall(body)
+        with pytest.raises(ConnectionResetError):
+            connection.recv(1)
+        assert link.server.received == [], "its sender was told nothing, and nothing has come of it yet"
+    deadline_s = time.monotonic() + LONG_S
+    while not any(line.startswith("brought") for line in link.done()) and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    assert b"".join(link.server.received) == head + body
+
+
 @pytest.mark.parametrize("text", ["", "gone", "delay x", "delay 1 sideways", "delay 1 2 up"])
 def test_a_mode_that_is_none_is_refused(text: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"."):

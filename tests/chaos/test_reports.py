@@ -19,7 +19,7 @@ from toprope.chaos.reports.page import page
 from toprope.chaos.reports.text import render
 from toprope.chaos.reports.timeline import ticks_s
 from toprope.chaos.reports.words import headline, verdict_word
-from toprope.chaos.verdict import Verdict
+from toprope.chaos.verdict import Span, Verdict
 from toprope.store.errors import UsageError
 
 
@@ -205,3 +205,12 @@ def test_the_axis_has_a_few_round_times(end_s: float, last: float) -> None:
     assert ticks[0] == 0
     assert ticks[-1] == last
     assert 3 <= len(ticks) <= 8
+
+
+def test_snapshots_that_would_be_drawn_over_each_other_are_not_and_all_are_counted() -> None:
+    marks = tuple(
+        Span(rank=0, begin_s=at, end_s=at + 0.1, kind="snapshot", what=f"step {at}") for at in range(1, 10_001)
+    )
+    told = page(msgspec.structs.replace(a_verdict(), timeline=marks, injections=(), seconds=10_000.0))
+    assert 900 <= told.count('class="snapshot"') <= 1000
+    assert "rank 0: 10000 snapshots" in told

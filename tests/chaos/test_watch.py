@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from toprope.chaos.journal import Event, Final, JournalReader, read_finals
-from toprope.chaos.watch import main, queued_so_far_s
+from toprope.chaos.watch import Watch, main, queued_so_far_s
 from toprope.trainer_hooks import Checkpointer
 
 SCRIPT = """
@@ -70,7 +70,8 @@ def test_the_journal_has_each_step_with_its_loss_and_the_final_state_by_part(tmp
         ("step", 3),
         ("end", 3),
     ]
-    losses = [one.loss for one in found if one.event == "step"]
+    losses = [one.loss for one in found if one.event == "step" and one.loss is not None]
+    assert len(losses) == 3
     assert losses == sorted(losses, reverse=True)
     assert losses[-1] > 0.0
     assert (final(tmp_path).step, {"model", "optimizer", "other"} <= final(tmp_path).digests.keys()) == (3, True)
@@ -87,6 +88,13 @@ def test_the_final_state_is_the_same_with_and_without_the_hook_and_another_with_
     digests = {name: json.dumps(final(directory).digests) for name, directory in runs.items()}
     assert digests["reference"] == digests["hooked"]
     assert len(set(digests.values())) == 3
+
+
+def test_a_loss_that_is_no_number_is_told_as_none(tmp_path: Path) -> None:
+    watch = Watch(tmp_path / "out")
+    for step, loss in enumerate((1.5, float("nan"), float("inf"), None), start=1):
+        watch.ended(step, loss)
+    assert [one.loss for one in events(tmp_path)] == [1.5, None, None, 0.0]
 
 
 def test_a_script_that_fails_is_told_and_leaves_no_final_state(tmp_path: Path) -> None:
