@@ -22,7 +22,7 @@ from toprope.chaos.promises import PROMISES
 from toprope.chaos.reports.files import as_json, write_reports
 from toprope.chaos.reports.text import render
 from toprope.chaos.running import Order, run
-from toprope.chaos.scenario import ANY, Fault, Loaded, Scenario, Workload, load, shipped
+from toprope.chaos.scenario import ANY, Fault, Loaded, Scenario, Topology, Workload, load, shipped
 from toprope.chaos.stage import Stage
 from toprope.chaos.verdict import Verdict
 from toprope.store.errors import CkptError, UsageError
@@ -119,6 +119,7 @@ def soaking(*, mtbf_s: float, length_s: float, among: str, step_s: float = 0.2) 
         attacks=tuple(name for name in PROMISES if name != "told"),
         label="chaos",
         fault=(fault,),
+        topology=Topology(coordinator=("--retain", "last=3")),
         workload=Workload(steps=max(40, int(length_s / step_s)), step_s=step_s),
     )
     scenario.check()

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from toprope.chaos.evidence import Use
 
-WARM_AFTER_S = 20.0
-"""A service that was started again is warm after so long; one that was there at the first READY is warm then."""
+WARM_AFTER_S = 60.0
+"""A service is warm after so long; in a shorter run one that was there at the first READY is warm then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +41,7 @@ class _Life:
     """One process: since when it is known, what it used when warm, and what it used when it was seen last."""
 
     since_s: float
+    is_old: bool = False
     warm_s: float = 0.0
     last_s: float = 0.0
     warm: Used | None = None
@@ -61,8 +62,9 @@ class Usage:
             if used is None:
                 continue
             life = self._lives.setdefault((target, pid), _Life(now_s))
-            if life.warm is None and is_ready and (self._is_first_ready or now_s - life.since_s >= WARM_AFTER_S):
-                life.warm, life.warm_s = used, now_s
+            is_old = now_s - life.since_s >= WARM_AFTER_S
+            if is_ready and ((is_old and not life.is_old) or self._is_first_ready):
+                life.warm, life.warm_s, life.is_old = used, now_s, is_old
             life.last, life.last_s = used, now_s
         self._is_first_ready = self._is_first_ready and not is_ready
 

@@ -44,7 +44,7 @@ def test_the_longest_warm_life_of_each_service_is_told(monkeypatch: pytest.Monke
     uses[12] = Used(40, 4000)
     known.look({"sidecar a": 12}, now_s=10.0 + WARM_AFTER_S, is_ready=True)
     uses[12] = Used(41, 4100)
-    known.look({"sidecar a": 12}, now_s=90.0, is_ready=True)
+    known.look({"sidecar a": 12}, now_s=70.0 + WARM_AFTER_S, is_ready=True)
     assert known.of_the_longest() == (
         Use(process="coordinator", seconds=5.0, open_files=(21, 22), resident_bytes=(1100, 1200)),
         Use(process="sidecar a", seconds=60.0, open_files=(40, 41), resident_bytes=(4000, 4100)),
