@@ -87,7 +87,7 @@ def scenario_of(row: Row, phase: Phase) -> Scenario:
         label="chaos",
         fault=(*first, blow_of(row, phase)),
         topology=Topology(coordinator=retained),
-        workload=Workload(steps=64 if row == "two coordinators" else 48, step_s=0.3),
+        workload=Workload(steps=88 if row == "two coordinators" else 56, step_s=0.2),
         bounds=Bounds(stall_s=HELD_S_MAX + 1.0) if HOLDER[phase].startswith("rank") else Bounds(),
     )
 
