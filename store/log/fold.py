@@ -55,7 +55,8 @@ class JobState:
     number of its record. ``last_step`` is the step that the next READY must pass. ``struck`` holds the sources,
     as (attempt uid, step), that were tried and failed. ``retain`` is the policy of retention. ``base`` is the
     checkpoint of another job that this one started from, the oldest of its lineage. ``url`` is where the coordinator
-    serves that was elected last, not counting commands; the term is ``passing`` if it is a command's.
+    serves that was elected last, not counting commands; the term is ``passing`` if it is a command's. An attempt that
+    was decided without the log must have known the first ``settled`` records.
     """
 
     job: str
@@ -78,6 +79,7 @@ class JobState:
     base: Base | None = None
     url: str = ""
     passing: bool = False
+    settled: int = 0
 
     @property
     def attempt(self) -> Attempt | None:
@@ -161,7 +163,7 @@ def fold(state: JobState, record: Record, *, record_sha256: str) -> JobState:
 
     ``record_sha256`` is that of its bytes.
     """
-    after = replace(state, n=state.n + 1, tail_sha256=record_sha256)
+    after = replace(state, n=state.n + 1, tail_sha256=record_sha256, settled=_settled(state, record))
     match record:
         case Job():
             after = replace(
@@ -198,6 +200,27 @@ def fold(state: JobState, record: Record, *, record_sha256: str) -> JobState:
         case _:
             assert_never(record)
     return after
+
+
+def _settled(state: JobState, record: Record) -> int:
+    """Return how many records an attempt must have known that is decided without the log and follows this one.
+
+    Who leads, what is pinned, measured and to be retained decides nothing about it. A step of the attempt before it
+    that became READY meanwhile is passed over; one that was tainted may be its source, which is checked with that.
+    """
+    match record:
+        case Job() if record.spec_sha256 is None and record.base is UNSET:
+            return state.settled
+        case Elected() | Ready() | Pin() | Unpin() | Metric():
+            return state.settled
+        case Taint(attempt=state.attempt_number):
+            return state.settled
+        case Attempt() if record.decided_at is not UNSET:
+            return max(state.settled, record.decided_at)
+        case Job() | Attempt() | Taint() | Retire():
+            return state.n + 1
+        case _:
+            assert_never(record)
 
 
 def violation(state: JobState, record: Record) -> str | None:  # noqa: C901, PLR0911 - one line per kind of record
@@ -315,7 +338,19 @@ def _broken_by_attempt(state: JobState, record: Attempt) -> str | None:
         (record.spec_sha256 == state.spec_sha256, "its spec is not the job's"),
         (_SHA256.fullmatch(record.facts_sha256) is not None, "it names no facts"),
     )
-    return shape or _broken_by_source(state, record)
+    return shape or _broken_by_delay(state, record) or _broken_by_source(state, record)
+
+
+def _broken_by_delay(state: JobState, record: Attempt) -> str | None:
+    if record.decided_at is UNSET:
+        return None
+    return _first(
+        (record.held is not None, "it was decided without the log, and its source is not held by the nodes"),
+        (
+            state.settled <= record.decided_at <= state.n,
+            f"it was decided on {record.decided_at} records; record {state.settled - 1} has changed what it rests on",
+        ),
+    )
 
 
 def _broken_by_source(state: JobState, record: Attempt) -> str | None:

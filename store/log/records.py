@@ -119,7 +119,8 @@ class Attempt(_Record, frozen=True, kw_only=True, tag="ATTEMPT"):
     """An attempt opens, with its restore decision: one decision, the same for every rank, whatever crashes.
 
     The source is ``ready`` (the seq of a READY), ``held``, or neither: a fresh start. ``facts_sha256`` names an
-    ``AttemptFacts`` object. ``why`` is for people.
+    ``AttemptFacts`` object. ``why`` is for people. One that was opened while the log could not be reached says how many
+    records the log had when it was ``decided_at``.
     """
 
     attempt: int
@@ -134,6 +135,7 @@ class Attempt(_Record, frozen=True, kw_only=True, tag="ATTEMPT"):
     facts_sha256: str
     spec_sha256: str
     why: str
+    decided_at: int | UnsetType = UNSET
 
 
 class Taint(_Record, frozen=True, kw_only=True, tag="TAINT"):

@@ -54,6 +54,7 @@ class Snap(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     passing: bool
     base: Base | UnsetType = UNSET
     metrics: tuple[Metric, ...] | UnsetType = UNSET
+    settled: int | UnsetType = UNSET
     sum: str = ""
 
 
@@ -80,6 +81,7 @@ def encode(state: JobState) -> bytes:
         passing=state.passing,
         base=UNSET if state.base is None else state.base,
         metrics=state.metrics or UNSET,
+        settled=state.settled or UNSET,
     )
     return _encoded(msgspec.structs.replace(snap, sum=_sum(snap)))
 
@@ -119,6 +121,7 @@ def decode(body: bytes, *, key: Key, job: str) -> JobState:
         passing=snap.passing,
         base=None if snap.base is UNSET else snap.base,
         metrics=() if snap.metrics is UNSET else snap.metrics,
+        settled=0 if snap.settled is UNSET else snap.settled,
     )
 
 

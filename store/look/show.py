@@ -6,6 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, assert_never
 
+from msgspec import UNSET
+
 from toprope.store.checkpoint.ready import Damage, read_index, read_manifest
 from toprope.store.errors import CorruptObjectError, LogCorruptError, UsageError
 from toprope.store.log.chain import Entry, read_entries, read_on
@@ -172,6 +174,7 @@ def _in_words(record: Record) -> str:
             words = f"coordinator {record.writer_id}"
         case Attempt():
             words = f"attempt {record.attempt}, {record.world_size} ranks, {_source(record)}{_struck(record)}"
+            words += "" if record.decided_at is UNSET else f"; decided without the log, on {record.decided_at} records"
             words += f" ({record.why})" if record.why else ""
         case Ready():
             words = f"step {record.step} of attempt {record.attempt}, {record.bytes:,} bytes"

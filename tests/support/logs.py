@@ -30,6 +30,7 @@ class AttemptFields(TypedDict, total=False):
     world_size: int
     facts_sha256: str
     spec_sha256: str
+    decided_at: int
 
 
 def uid(number: int) -> str:
