@@ -213,12 +213,14 @@ def our_upload(root: str, path: Path) -> None:
 
 def our_download(root: str, path: Path) -> None:
     """Get an object as a restore stages it: each range through a buffer of its thread into a new file in memory."""
-    from toprope.sidecar.adapters.files import Pages  # noqa: PLC0415 - only this process needs it
-    from toprope.sidecar.memory import Memory  # noqa: PLC0415 - as above
+    from toprope.sidecar.filling import Filling  # noqa: PLC0415 - only this process needs it
     from toprope.store.checkpoint.files import write_image  # noqa: PLC0415 - as above
     from toprope.store.checkpoint.manifest import File, Head, Index  # noqa: PLC0415 - as above
     from toprope.store.names import Key  # noqa: PLC0415 - as above
     from toprope.store.objects.opening import open_store  # noqa: PLC0415 - as above
+
+    def no_room(more: int, reason: str) -> SystemExit:
+        return SystemExit(f"{path}: no room for {more} bytes: {reason}")
 
     store, key = open_store(root), Key("job/object")
     size = store.size(key)
@@ -235,8 +237,10 @@ def our_download(root: str, path: Path) -> None:
         files=(File(key=key, bytes=size, digest=""),),
         tensors=(),
     )
-    with Memory(path.parent, Pages(), limit_bytes=None).filling(path, size) as file:
-        write_image(store, index, file.write)
+    with path.open("w+b") as file:
+        file.truncate(size)
+        filling = Filling(file.fileno(), no_room=no_room, view=lambda: memoryview(b""))
+        write_image(store, index, filling.write)
 
 
 @contextlib.contextmanager

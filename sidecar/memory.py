@@ -22,6 +22,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from toprope.sidecar.budget import measure, why_too_little
+from toprope.sidecar.filling import Filling
 from toprope.sidecar.ports import PagesPort
 from toprope.sidecar.values import Shard, SlotSight, shard_of_page
 from toprope.store.checkpoint.shard import identity_of, parse_header
@@ -54,48 +55,6 @@ def spare_files(root: Path, rank: int, number: int) -> SlotPaths:
     """Return the files of a spare (it has no lock) in a job's directory."""
     stem = root / "peer" / f"rank-{rank}-spare-{number}"
     return SlotPaths(data=stem.with_suffix(".data"), page=stem.with_suffix(".page"), lock=stem.with_suffix(".lock"))
-
-
-class Filling:
-    """A new file in memory that is being filled, by several threads at once, each of which makes its own room.
-
-    Its methods raise NoRoomError where there is none; a page for which no room was made is SIGBUS then.
-    """
-
-    def __init__(self, memory: Memory, descriptor: int, path: Path) -> None:
-        self._memory = memory
-        self._descriptor = descriptor
-        self._path = path
-
-    def write(self, at: int, body: bytes | memoryview) -> None:
-        """Write bytes to their place."""
-        with memoryview(body) as view, self._translated(len(view)):
-            done = 0
-            while done < len(view):
-                done += os.pwrite(self._descriptor, view[done:], at + done)
-
-    def room(self, begin: int, end: int) -> memoryview:
-        """Return a writable view of bytes ``begin`` to ``end``, for whoever receives straight into it."""
-        self.reserve(begin, end)
-        return self._memory.view(self._path)[begin:end]
-
-    def reserve(self, begin: int, end: int) -> None:
-        """Make room for bytes ``begin`` to ``end``."""
-        if begin < end:
-            with self._translated(end - begin):
-                os.posix_fallocate(self._descriptor, begin, end - begin)
-
-    @contextmanager
-    def _translated(self, more: int) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            if error.errno not in {errno.ENOSPC, errno.ENOMEM}:
-                raise
-            text = why_too_little(measure(self._memory.root), more, what=self._path.name)
-            raise NoRoomError(
-                text or f"{self._path}: {more} bytes more do not fit: {os.strerror(error.errno)}"
-            ) from error
 
 
 class Memory:
@@ -211,7 +170,7 @@ class Memory:
         descriptor = os.open(path, _NEW, 0o600)
         try:
             os.ftruncate(descriptor, size)
-            yield Filling(self, descriptor, path)
+            yield self._filled(descriptor, path)
         except BaseException:
             self._remove(path)
             raise
@@ -238,12 +197,19 @@ class Memory:
     def _make(self, path: Path, size: int) -> None:
         descriptor = os.open(path, _NEW, 0o600)
         try:
-            Filling(self, descriptor, path).reserve(0, size)
+            self._filled(descriptor, path).reserve(0, size)
         except (NoRoomError, OSError):
             path.unlink()
             raise
         finally:
             os.close(descriptor)
+
+    def _filled(self, descriptor: int, path: Path) -> Filling:
+        def no_room(more: int, reason: str) -> NoRoomError:
+            text = why_too_little(measure(self.root), more, what=path.name)
+            return NoRoomError(text or f"{path}: {more} bytes more do not fit: {reason}")
+
+        return Filling(descriptor, no_room=no_room, view=lambda: self.view(path))
 
     def _check_room(self, more: int, *, what: str) -> None:
         text = why_too_little(measure(self.root), more, what=what)

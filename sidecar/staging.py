@@ -10,7 +10,8 @@ from pathlib import Path
 from toprope.coordinator.wire import RestoreShard
 from toprope.sidecar.effects import Stage
 from toprope.sidecar.events import ShardStaged
-from toprope.sidecar.memory import Filling, Memory, NoRoomError
+from toprope.sidecar.filling import Filling
+from toprope.sidecar.memory import Memory, NoRoomError
 from toprope.sidecar.parts import Part, Parts, parts_in, runs, wanted
 from toprope.sidecar.ports import PeerError, PeersPort
 from toprope.sidecar.values import Way
