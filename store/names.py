@@ -131,6 +131,11 @@ def snaps_prefix(job: str) -> str:
     return f"{checked_id(job, what='job')}/snap/"
 
 
+def is_named(key: str) -> bool:
+    """Return whether this is the key of an object that others name, and that nobody looks for unless one does."""
+    return key.partition("/")[2].startswith(("shards/", "manifests/", "facts/"))
+
+
 def step_prefix(job: str, *, attempt: int, step: int) -> str:
     """Return the prefix under which the shards and indexes of a step lie."""
     return f"{shards_prefix(job)}a{attempt}/s{step:09d}/"

@@ -51,7 +51,7 @@ def copy(
     read_from = open_store(source)
     name = only_job(read_from, source, job)
     before = read_job(read_from, name).state
-    write_to = open_store(target, write=True)
+    write_to = open_store(target, write=True, patient=False)  # it is asked for what isn't there
     with contextlib.ExitStack() as holds:
         for seq in plan_verify(before, step=step) if before.live else ():
             holds.enter_context(holding(read_from, before, seq))

@@ -222,7 +222,11 @@ class DirectoryStore:
             if not make:
                 raise
         self._make(parent, path)  # it was removed since
-        return os.open(path[-1], _WALK, dir_fd=parent)
+        try:
+            return os.open(path[-1], _WALK, dir_fd=parent)
+        except FileNotFoundError as error:  # a file system of the network: another node has made it just now
+            where = "/".join(path)
+            raise UnavailableError(f"{where}: the directory is not visible yet in {self.root}; try again") from error
 
     def _make(self, parent: int, path: tuple[str, ...]) -> None:
         with contextlib.suppress(FileExistsError):

@@ -13,6 +13,7 @@ from urllib.parse import unquote
 from toprope.store.errors import AlreadyExistsError, UnavailableError, UsageError
 from toprope.store.names import Key, checked_id, shards_prefix
 from toprope.store.objects.directory import DirectoryStore
+from toprope.store.objects.patient import PatientStore, is_networked
 from toprope.store.objects.protocol import ObjectStore
 from toprope.store.objects.retry import RetryStore
 from toprope.store.objects.untried import UntriedStore
@@ -26,10 +27,11 @@ UPLOAD_GRACE = timedelta(days=1)
 _S3 = "s3://"
 
 
-def open_store(root: str, *, write: bool = False) -> ObjectStore:
+def open_store(root: str, *, write: bool = False, patient: bool = True) -> ObjectStore:
     """Return the object store at ``root``: a directory, a ``file://`` URL of one, or ``s3://bucket/prefix?...``.
 
-    With ``write`` a missing directory is made (its parent must exist), and the store is tried out.
+    With ``write`` a missing directory is made (its parent must exist), and the store is tried out. One that is
+    ``patient`` waits on a file system of the network for what another node has just written; S3 shows it at once.
 
     Raises:
         UsageError: it is no store that this version knows, or it can't be written.
@@ -37,7 +39,8 @@ def open_store(root: str, *, write: bool = False) -> ObjectStore:
     """
     if root.startswith(_S3):
         return _open_s3(root, write=write)
-    return _open_directory(root, write=write)
+    store = _open_directory(root, write=write)
+    return PatientStore(store) if patient and is_networked(store.root) else store
 
 
 def untried_store(root: str) -> ObjectStore:

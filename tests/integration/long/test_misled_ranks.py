@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -17,11 +18,12 @@ from toprope.__main__ import main as ckpt
 from toprope.chaos.journal import JournalReader, read_finals
 from toprope.chaos.live.cluster import Cadences, Cluster, Node, running_cluster
 from toprope.chaos.live.forking import Forked, ForkedServices, ForkServer
-from toprope.chaos.live.processes import free_port, wait_until
+from toprope.chaos.live.processes import LiveError, free_port, wait_until
 from toprope.chaos.live.ranks import World
 from toprope.chaos.oracle import compare
 from toprope.coordinator.wire import MAX_INVENTORY_BYTES, Member, OpenAnswer, OpenRequest, decode, encode
 from toprope.store.checkpoint.ready import read_index, read_manifest
+from toprope.store.errors import UsageError
 from toprope.store.log.chain import read_log
 from toprope.store.objects.opening import open_store
 
@@ -224,12 +226,16 @@ def asked_for(cluster: Cluster, ranks: list[int]) -> OpenAnswer:
         return decode(answer.read(), OpenAnswer, limit=MAX_INVENTORY_BYTES)
 
 
-def test_two_jobs_with_one_disk_and_one_store_never_go_on_from_each_other(
-    tmp_path: Path, fork_server: ForkServer, services: ForkedServices, reference: Reference
+@pytest.mark.fault("B69")
+@pytest.mark.parametrize("other", [JOB, "another"])
+def test_two_runs_with_one_disk_and_one_store_never_go_on_from_each_other(
+    tmp_path: Path, fork_server: ForkServer, services: ForkedServices, reference: Reference, other: str
 ) -> None:
+    """Of two names each goes on from its own; of one name the second is kept off the disks and told by whom."""
+    same = other == JOB
     with ExitStack() as stack:
         first = stack.enter_context(running_cluster(tmp_path / "a", job=JOB, cadences=EVERY, launch=services))
-        second = Cluster(directory=tmp_path / "b", job="another", cadences=EVERY, launch=services, root=first.root)
+        second = Cluster(directory=tmp_path / "b", job=other, cadences=EVERY, launch=services, root=first.root)
         stack.enter_context(second)
         for name, node in first.nodes.items():
             mine = second.memory / name
@@ -238,9 +244,12 @@ def test_two_jobs_with_one_disk_and_one_store_never_go_on_from_each_other(
         b = stack.enter_context(trained(second, fork_server, steps=120, world=2, delay_s=0.05))
         a.ranks.start()
         a.train_to(8)
-        bring_back(second)
-        b.ranks.start()
-        b.train_to(12)
+        if same:
+            assert_kept_out(second)
+        else:
+            bring_back(second)
+            b.ranks.start()
+            b.train_to(12)
         a.train_to(24)
         for job in (b, a):
             kill_all(job)
@@ -248,17 +257,34 @@ def test_two_jobs_with_one_disk_and_one_store_never_go_on_from_each_other(
         bring_back(first)
         a.ranks.start()
         a.train_to(blows[0] + 1)
-        bring_back(second)
-        b.ranks.start()
-        finish(b)
-        (restored,) = b.restored()
-        assert 0 < restored <= blows[1]
-        judged(b, reference, world=2)
+        if same:
+            assert_kept_out(second)
+        else:
+            bring_back(second)
+            b.ranks.start()
+            finish(b)
+            (restored,) = b.restored()
+            assert 0 < restored <= blows[1]
+            judged(b, reference, world=2)
         finish(a)
         (restored,) = a.restored()
         assert 0 < restored <= blows[0]
         judged(a, reference, world=4)
     assert ckpt(["verify", first.root, "--job", JOB]) == 0
+
+
+def assert_kept_out(cluster: Cluster) -> None:
+    """Each sidecar ends and names who is there already, so no rank can begin; the coordinator leads nothing."""
+    cluster.start_broker()
+    cluster.start_coordinator()
+    for name, node in cluster.nodes.items():
+        held = f"another sidecar of job {JOB} serves {node.local_dir / JOB}: stop it first"
+        with pytest.raises(LiveError, match=re.escape(held)):
+            cluster.start_sidecar(name)
+        assert node.sidecar is not None
+        assert node.sidecar.status() == UsageError.exit_status
+        node.sidecar = None
+    assert "elected" not in cluster.log("coordinator").read_text()
 
 
 def bring_back(cluster: Cluster) -> None:
