@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 
 from toprope.chaos.evidence import Evidence, Restart
-from toprope.chaos.faults.kinds import costs_protection, ends_trainers
+from toprope.chaos.hits import costs_protection, ends_trainers
 from toprope.chaos.journal import Event
 from toprope.chaos.oracle import RECOVERS_S, compare, steps_lost_allowed, torn_restores
 from toprope.chaos.promises import PROMISES

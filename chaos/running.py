@@ -15,7 +15,8 @@ import msgspec
 
 from toprope.chaos import gathering
 from toprope.chaos.evidence import Evidence, Restart
-from toprope.chaos.faults.kinds import check, costs_slots
+from toprope.chaos.faults.kinds import check
+from toprope.chaos.hits import costs_slots
 from toprope.chaos.journal import JournalReader, read_finals
 from toprope.chaos.judging import judge
 from toprope.chaos.live.cluster import Cadences, Cluster

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from toprope.chaos.evidence import Evidence
-from toprope.chaos.faults.kinds import ends_trainers
+from toprope.chaos.hits import ends_trainers
 from toprope.chaos.journal import Event
 from toprope.chaos.verdict import NO_RANK, Goodput, Kind, Loss, Span
 
