@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from toprope.chaos.faults.kinds import KINDS, check, ends_trainers
+from toprope.chaos.faults.kinds import KINDS, check
+from toprope.chaos.hits import ends_trainers
 from toprope.chaos.phases import PHASES
 from toprope.chaos.promises import PROMISES
 from toprope.chaos.scenario import load, parse, shipped
