@@ -23,13 +23,10 @@ from toprope.coordinator.cli_common import (
 from toprope.coordinator.cli_job import job_app
 from toprope.coordinator.cli_rollback import rollback
 from toprope.store.cli.shared import AsJson, JobOption, Root, only_job, print_json, print_table, put, say, table
-from toprope.store.errors import (
-    NothingToVerifyError,
-    UnavailableError,
-    UsageError,
-)
+from toprope.store.errors import NothingToVerifyError, StoreError, UnavailableError, UsageError
 from toprope.store.keep.changes import checked, taints_of
 from toprope.store.keep.gc import GcPlan, execute, survey
+from toprope.store.keep.gone import gone, in_words, make_letting_go
 from toprope.store.keep.holds import TTL_S, HoldWatch
 from toprope.store.keep.retention import RETIRED_AT_ONCE_MAX, RetentionPlan, parse_policy, plan_retention
 from toprope.store.log.fold import JobState
@@ -223,7 +220,8 @@ def gc(  # noqa: PLR0913 - one for each option
 
     What is pinned, head, its parent, the newest untainted checkpoint and the source of the current attempt always stay.
     No age decides. To retire needs room for one small record; to delete needs none, so on a full store what is
-    condemned already goes first.
+    condemned already goes first. A checkpoint that somebody removed from the store by hand is unpinned and retired,
+    with a warning.
 
     Exit status: 0 done; 2 a manifest or index of what is kept can't be read, so nothing was deleted.
     """
@@ -233,12 +231,13 @@ def gc(  # noqa: PLR0913 - one for each option
     plan = plan_retention(state, policy)
     if dry_run:
         seqs = frozenset(verdict.seq for verdict in plan.retired)
-        _report(plan, survey(store, state, as_if_retired=seqs, weigh=True), as_json=as_json, done=False)
+        _report(plan, _surveyed(store, state, changer=None, as_if_retired=seqs), as_json=as_json, done=False)
         return
     swept = sweep_uploads(root, state.job)
     list_holds = _watched(store, state.job) if drop_holds else None
-    state = _retired(store, changer_of(store, url=coordinator, token_file=token_file), state, plan)
-    found = survey(store, state, list_holds=list_holds, weigh=True)
+    changer = changer_of(store, url=coordinator, token_file=token_file)
+    state = _retired(store, changer, state, plan)
+    found = _surveyed(store, state, changer=changer, list_holds=list_holds)
     execute(store, found)
     _report(plan, found, as_json=as_json, done=True)
     if swept:
@@ -268,6 +267,32 @@ def _retired(store: ObjectStore, changer: Changer, state: JobState, plan: Retent
         say(f"{error}; deleting what is condemned already, then trying again")
         execute(store, condemned)
     return changer.append(state, retire, purpose="gc")
+
+
+def _surveyed(
+    store: ObjectStore,
+    state: JobState,
+    *,
+    changer: Changer | None,
+    list_holds: Callable[[], tuple[Key, ...]] | None = None,
+    as_if_retired: frozenset[int] = frozenset(),
+) -> GcPlan:
+    """Return what may be deleted, once what was removed by hand is let go of; without ``changer``, as if it had been.
+
+    Raises:
+        StoreError: a manifest or an index of what is kept can't be read, so nothing may be deleted.
+    """
+    try:
+        return survey(store, state, list_holds=list_holds, as_if_retired=as_if_retired, weigh=True)
+    except StoreError:
+        seqs = gone(store, state)
+        if not seqs:
+            raise
+    say(f"{in_words(state, seqs)}: it {'would be' if changer is None else 'is'} unpinned and retired")
+    while changer is not None and (change := make_letting_go(state, seqs=seqs)) is not None:
+        state = changer.append(state, change, purpose="gc")
+    retired = as_if_retired if changer is not None else as_if_retired | set(seqs)
+    return survey(store, state, list_holds=list_holds, as_if_retired=retired, weigh=True)
 
 
 def _report(plan: RetentionPlan, found: GcPlan, *, as_json: bool, done: bool) -> None:

@@ -63,6 +63,9 @@ class StorePort(Protocol):
     async def put_snap(self, state: JobState) -> None:
         """Keep a fold of the log; it is fine if it exists."""
 
+    async def gone(self, state: JobState) -> tuple[int, ...]:
+        """Return the READYs that were removed from the store by hand; raises as ``gone.gone``."""
+
     async def collect_garbage(self, state: JobState, watch: HoldWatch, *, now_s: float) -> GcPlan:
         """Delete what the log has condemned, but for what readers hold by ``watch``; return what that was.
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from functools import partial
 
 from toprope.coordinator.log import Log
 from toprope.coordinator.metrics import Metrics
 from toprope.coordinator.ports import StorePort
-from toprope.store.errors import CkptError, FencedError
+from toprope.store.errors import CkptError, FencedError, StoreError
+from toprope.store.keep.gone import in_words, make_letting_go
 from toprope.store.keep.holds import HoldWatch
 from toprope.store.keep.retention import make_retire
 from toprope.store.log.records import Retire
@@ -65,7 +67,21 @@ class Tidier:
 
     async def _collect(self) -> None:
         now_s = asyncio.get_running_loop().time()
-        plan = await self._store.collect_garbage(self._log.state, self._watch, now_s=now_s)
+        try:
+            plan = await self._store.collect_garbage(self._log.state, self._watch, now_s=now_s)
+        except StoreError:
+            if not await self._let_go():
+                raise
+            plan = await self._store.collect_garbage(self._log.state, self._watch, now_s=now_s)
         self._metrics.objects_deleted.inc(len(plan.condemned))
         if plan.condemned:
             _LOG.info("deleted %d objects that the log has condemned", len(plan.condemned))
+
+    async def _let_go(self) -> bool:
+        """Let go of what was removed from the store by hand, which would hinder the collector for ever; say if any."""
+        seqs = await self._store.gone(self._log.state)
+        if seqs:
+            _LOG.warning("%s: it is unpinned and retired", in_words(self._log.state, seqs))
+        while (await self._log.append(partial(make_letting_go, seqs=seqs))).record is not None:
+            pass
+        return bool(seqs)

@@ -13,6 +13,7 @@ from toprope.store.checkpoint.ready import index_body, index_of_body, read_cappe
 from toprope.store.digest import digest_of_object
 from toprope.store.errors import AlreadyExistsError
 from toprope.store.keep.gc import GcPlan, execute, survey
+from toprope.store.keep.gone import gone
 from toprope.store.keep.holds import HoldWatch
 from toprope.store.log.fold import JobState
 from toprope.store.log.records import Base
@@ -101,6 +102,10 @@ class ThreadedStore:
     async def put_snap(self, state: JobState) -> None:
         """Keep a fold of the log."""
         await asyncio.to_thread(put_snap, self._store, state)
+
+    async def gone(self, state: JobState) -> tuple[int, ...]:
+        """Return the READYs that were removed from the store by hand."""
+        return await asyncio.to_thread(gone, self._store, state)
 
     async def collect_garbage(self, state: JobState, watch: HoldWatch, *, now_s: float) -> GcPlan:
         """Delete what the log has condemned, but for what readers hold."""

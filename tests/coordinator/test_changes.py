@@ -253,7 +253,7 @@ def test_gc_that_cant_read_what_is_kept_deletes_nothing_and_says_what_to_do(
     job: JobBuilder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ckpt("pin", tmp_path, "job@10")
-    (path,) = tmp_path.glob("job/manifests/a1-s000000010-*.json")
+    (path,) = tmp_path.glob("job/shards/a1/s000000010/rank-00000-*.index.json")
     path.unlink()
     before = contents(tmp_path)
     capsys.readouterr()

@@ -95,33 +95,65 @@ def test_what_never_became_ready_is_not_restored_and_is_told_of_once(
     assert len(told) == 7, "an empty folder is no object, and holds nothing that could be told of"
 
 
+@pytest.mark.fault("B75")
 @pytest.mark.parametrize("renamed", [False, True], ids=["removed", "renamed"])
-def test_a_pinned_step_that_was_removed_by_hand_hinders_no_save_and_keeps_all_until_it_is_unpinned(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], *, renamed: bool
+@pytest.mark.parametrize("kind", ["all", "shards", "manifests"])
+def test_a_pinned_step_that_was_removed_by_hand_costs_one_warning_and_its_pin(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str, *, renamed: bool
 ) -> None:
     root = tmp_path / "root"
     root.mkdir()
     builder = small_store(DirectoryStore(root), steps=(10, 20, 30, 40))
     builder.log.add(Pin(seq=6))
-    for kind in ("shards/a1/s000000030", "manifests/a1-s000000030.json"):
-        (found,) = (root / "job").glob(kind.replace(".json", "*"))
-        found.rename(found.with_name(f"{found.name}.old") if renamed else tmp_path / found.name)
+    for lies in ("shards/a1/s000000030", "manifests/a1-s000000030*"):
+        if kind in {"all", lies.partition("/")[0]}:
+            (found,) = (root / "job").glob(lies)
+            found.rename(found.with_name(f"{found.name}.old") if renamed else tmp_path / found.name)
     builder.checkpoint(50)
     assert newest(root, tmp_path / "out", capsys) == 50
     before = contents(root)
-    assert ckpt("gc", root, "--retain", "last=1") == 2
-    (told,) = [line for line in capsys.readouterr().err.splitlines() if "step 30" in line]
-    assert "Nothing was deleted" in told
-    assert "`ckpt unpin` it" in told
-    assert {name: contents(root)[name] for name in before} == before
-    assert ckpt("unpin", root, "job@30") == 0
+    assert ckpt("gc", root, "--retain", "last=1", "--dry-run") == 0
+    assert_one_warning(capsys.readouterr().err, "would be")
+    assert contents(root) == before
     assert ckpt("gc", root, "--retain", "last=1") == 0
-    assert {path.name for path in (root / "job" / "shards" / "a1").iterdir()} - {"s000000030.old"} == {
-        "s000000040",
-        "s000000050",
-    }
+    assert_one_warning(capsys.readouterr().err, "is")
+    state = read_log(builder.store, "job")
+    assert (state.pins, [state.readies[seq].step for seq in state.live]) == (frozenset(), [40, 50])
+    assert {name: contents(root)[name] for name in before if ".old" in name} == {
+        name: body for name, body in before.items() if ".old" in name
+    }, "what was renamed is somebody else's"
     assert newest(root, tmp_path / "again", capsys) == 50
+    assert ckpt("gc", root, "--retain", "last=1") == 0
+    assert "step 30" not in capsys.readouterr().err
     assert ckpt("verify", root) == 0
+
+
+def assert_one_warning(told: str, how: str) -> None:
+    (line,) = [line for line in told.splitlines() if "by hand" in line]
+    assert f"job job: step 30 (READY 6, pinned) was removed from the store by hand: it {how} unpinned" in line
+
+
+@pytest.mark.parametrize("lost", ["one index", "one shard", "the manifest of head"])
+def test_what_is_damaged_or_needed_is_not_let_go_of(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], lost: str
+) -> None:
+    """A pin is lifted only from what can't come back; where in doubt, nothing changes."""
+    root = tmp_path / "root"
+    root.mkdir()
+    builder = small_store(DirectoryStore(root), steps=(10, 20, 30, 40))
+    builder.log.add(Pin(seq=6))
+    paths = {
+        "one index": "shards/a1/s000000030/rank-00000*.index.json",
+        "one shard": "shards/a1/s000000030/rank-00000*.safetensors",
+        "the manifest of head": "manifests/a1-s000000040*",
+    }
+    (found,) = (root / "job").glob(paths[lost])
+    found.unlink()
+    log = read_log(builder.store, "job")
+    assert ckpt("gc", root, "--retain", "last=2") == (0 if lost == "one shard" else 2)
+    after = read_log(builder.store, "job")
+    assert (after.pins, 6 in after.live, 7 in after.live) == (log.pins, True, True)
+    assert "by hand" not in capsys.readouterr().err
 
 
 class Clocked(LogWriter):
