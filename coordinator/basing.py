@@ -1,7 +1,8 @@
 """A job that starts from a checkpoint of another job: its base, a READY of a job in the same store.
 
-It is pinned there first and then recorded in the new job's log, named by the SHA-256 of its manifest; so what is begun
-from can't change or go. It is the oldest step of the new job's lineage, and no attempt of it starts afresh.
+One of another store is copied into this one before, under its job's name, each object checked on its way. The base is
+pinned there first and then recorded in the new job's log, named by the SHA-256 of its manifest; so what is begun from
+can't change or go. It is the oldest step of the new job's lineage, and no attempt of it starts afresh.
 """
 
 from __future__ import annotations
@@ -12,34 +13,44 @@ from typing import Literal
 from toprope.coordinator.changing import Changer
 from toprope.store.checkpoint.manifest import Shard
 from toprope.store.checkpoint.ready import read_index, read_manifest
-from toprope.store.errors import CorruptObjectError, StoreError, UsageError
+from toprope.store.errors import CorruptObjectError, FencedError, StoreError, UsageError
+from toprope.store.keep.holds import holding
 from toprope.store.log.chain import read_log
 from toprope.store.log.fold import JobState
 from toprope.store.log.records import Base, Job, Pin
-from toprope.store.look.show import read_state
+from toprope.store.look.show import read_job, read_state
 from toprope.store.names import Key
+from toprope.store.objects.opening import open_store
 from toprope.store.objects.protocol import ObjectStore
-from toprope.store.places import parse_place
+from toprope.store.places import parse_base
+from toprope.store.sizes import size_text
+from toprope.store.transfer.copy import copy
+from toprope.store.transfer.copy import plan as plan_copy
 from toprope.store.transfer.restore import plan
+
+_TRIES = 5
 
 
 def pinned_base(
     store: ObjectStore, job: str, *, at: str, take: Literal["all", "weights"], token: str, say: Callable[[str], None]
 ) -> Base:
-    """Return the base ``at`` (``JOB@STEP``) for a job, pinned where it is; that of the job if it was recorded before.
+    """Return the base ``at`` (``JOB@STEP`` or ``ROOT/JOB@STEP``) for a job, pinned in this store.
+
+    It is that of the job if it was recorded before. Raises as ``bring_base`` does, and:
 
     Raises:
         UsageError: there is none such, it is tainted, or the job has begun in another way. Nothing was changed.
         NothingToVerifyError: there is no READY checkpoint of that step.
         CkptError: it could not be pinned.
     """
-    name, step = parse_place(at)
+    _, name, step = parse_base(at)
     begun = read_log(store, job)
     if begun.base is not None and (begun.base.job, begun.base.step, begun.base.take) == (name, step, take):
         return begun.base
     _check_new(begun, at)
     if name == job:
         raise UsageError(f"--base {at}: a job can't start from itself; give a checkpoint of another job")
+    bring_base(store, job, at, say=say)
     source = read_state(store, name)
     (seq,) = plan(source, step=step)
     ready = source.readies[seq]
@@ -56,6 +67,46 @@ def pinned_base(
         manifest_sha256=ready.manifest_sha256,
         take=take,
     )
+
+
+def bring_base(store: ObjectStore, job: str, at: str, *, say: Callable[[str], None]) -> None:
+    """Copy the checkpoint ``at`` into this store for a job that has not begun, unless it is here, as ``JOB@STEP`` is.
+
+    Done again after it was interrupted, it goes on.
+
+    Raises:
+        UsageError: it is not there, it is tainted, or this store has another job of its name.
+        NothingToVerifyError: there is no READY checkpoint of that step.
+        StoreError: an object of it is damaged; the log was not copied, so this store has no such checkpoint.
+        UnavailableError: a store did not answer.
+    """
+    root, name, step = parse_base(at)
+    begun = read_log(store, job)
+    if not root or begun.base is not None or begun.attempts:
+        return
+    there = open_store(root)
+    state = read_state(there, name)
+    (seq,) = plan(state, step=step)
+    with holding(there, state, seq, say=say):
+        for tries_left in reversed(range(_TRIES)):
+            if _is_here(store, state, seq):
+                return
+            log = read_job(there, name)
+            objects = plan_copy(there, log, step=step)
+            say(f"copying {name}@{step} from {root}: {len(objects)} objects, {size_text(state.readies[seq].bytes)}")
+            try:
+                copy(there, store, log, objects=objects, step=step)
+            except (FencedError, UsageError):  # another coordinator copies it as well
+                if not tries_left:
+                    raise
+            else:
+                return
+
+
+def _is_here(store: ObjectStore, there: JobState, seq: int) -> bool:
+    """Say whether this store has a READY of the other one, live: a copy of its job, or of this checkpoint."""
+    here, wanted = read_log(store, there.job), there.readies[seq].manifest_sha256
+    return here.job_uid == there.job_uid and any(here.readies[one].manifest_sha256 == wanted for one in here.live)
 
 
 def make_base(state: JobState, *, base: Base) -> Job | None:

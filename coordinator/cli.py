@@ -14,6 +14,7 @@ import typer
 from toprope.coordinator import status as status_page
 from toprope.coordinator import up as up_supervisor
 from toprope.coordinator.adapters.mqtt import retained_url
+from toprope.coordinator.basing import bring_base
 from toprope.coordinator.config import COPIES_MAX, Config
 from toprope.coordinator.runtime import run
 from toprope.coordinator.serving import check_ready_file, read_token
@@ -21,6 +22,7 @@ from toprope.coordinator.settings import parse_address, unwrapped
 from toprope.coordinator.wire import Cadence
 from toprope.store.errors import UsageError
 from toprope.store.names import checked_id
+from toprope.store.objects.opening import open_store
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None)
 
@@ -38,7 +40,9 @@ ObjectEvery = Annotated[
 BaseAt = Annotated[
     str,
     typer.Option(
-        "--base", metavar="JOB@STEP", help="Start a new job from this checkpoint of another job in the same store."
+        "--base",
+        metavar="[ROOT/]JOB@STEP",
+        help="Start a new job from this checkpoint of another job, which is copied here if it is in another store.",
     ),
 ]
 BaseTake = Annotated[
@@ -159,6 +163,8 @@ def up(  # noqa: PLR0913 - the options of a service
     name = node or socket.gethostname().lower()
     where = up_supervisor.layout(job=job, node=name, store=store, directory=directory, memory_dir=memory_dir)
     based = ["--base", base, "--base-take", base_take] if base else []
+    if base:
+        bring_base(open_store(store, write=True), job, base, say=up_supervisor.tell)
     up_supervisor.up(where, cadence, announce=ready_file, coordinators=coordinators, codec=codec, based=based)
 
 

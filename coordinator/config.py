@@ -12,7 +12,7 @@ from toprope.coordinator.wire import Cadence
 from toprope.store.errors import UsageError
 from toprope.store.keep.retention import parse_policy
 from toprope.store.names import checked_id
-from toprope.store.places import parse_place
+from toprope.store.places import parse_base
 
 VERDICT_DEADLINE_S = 300.0
 """How long all ranks have for a phase of a restore, at most: a rank itself waits for 330 s."""
@@ -26,7 +26,8 @@ class Config:
 
     ``embedded_broker``: the address at which to run a broker of its own. ``copies``: so many other nodes hold each
     snapshot. ``retain``: the policy of retention to put into the job log; None: leave there what there is. ``base``:
-    the checkpoint of another job, as JOB@STEP, that a new job starts from (empty: none), and what it takes of that.
+    the checkpoint of another job, as JOB@STEP or ROOT/JOB@STEP, that a new job starts from (empty: none), and what it
+    takes of that.
     """
 
     job: str
@@ -57,7 +58,7 @@ class Config:
         check_cadence(self.cadence)
         parse_policy(self.retain or "")
         if self.base:
-            parse_place(self.base)
+            parse_base(self.base)
         if self.broker is not None and self.embedded_broker is not None:
             raise UsageError("give --broker or --embedded-broker, not both")
         if not 0.0 < self.verdict_deadline_s <= VERDICT_DEADLINE_S:

@@ -50,6 +50,15 @@ def parse_selected(text: str) -> tuple[str, str, int]:
     return match["root"] + (match["query"] or ""), match["job"], int(match["step"])
 
 
+def parse_base(text: str) -> tuple[str, str, int]:
+    """Return root, job and step of ``ROOT/JOB@STEP``, or of ``JOB@STEP``, whose root is empty.
+
+    Raises:
+        UsageError: it is neither, or a range.
+    """
+    return parse_selected(text) if _SELECTED.fullmatch(text) is not None else ("", *parse_place(text))
+
+
 def selected(root: str, job: str | None, step: int | None) -> tuple[str, str | None, int | None]:
     """Return root, job and step, where ``root`` may be ``ROOT/JOB@STEP``.
 
