@@ -93,26 +93,47 @@ class LocalTier:
             raise
         self._disk.sync_directory(self._directory)
 
-    def drop(self, path: Path) -> None:
-        """Delete a copy: its receipt first, so that it is never listed without data."""
-        self._disk.remove(path.with_name(f"{path.name}.receipt"))
-        self._disk.remove(path)
+    def drop(self, path: Path) -> str:
+        """Delete a copy, its receipt first, so that it is never listed without data; return what the disk kept."""
+        return self._kept(path.with_name(f"{path.name}.receipt")) or self._kept(path)
 
     def free_bytes(self) -> int:
         """Return how many bytes the disk has free."""
         stat = os.statvfs(self._directory)
         return stat.f_bavail * stat.f_frsize
 
-    def sweep(self) -> None:
-        """Remove what crashes have left. Not while anything is stored: it would be taken for a leftover."""
-        names = {path.name for path in self._directory.iterdir()}
-        for name in sorted(names):
-            if name.startswith("tmp.") or (_DATA.fullmatch(name) and f"{name}.receipt" not in names):
-                self._disk.remove(self._directory / name)
+    def sweep(self) -> list[str]:
+        """Remove what crashes have left; return a line for each that the disk kept.
+
+        Not while anything is stored: it would be taken for a leftover.
+        """
+        try:
+            names = {path.name for path in self._directory.iterdir()}
+        except OSError as error:
+            return [f"{self._directory} can't be read: {error.strerror}"]
+        leftovers = (
+            name
+            for name in sorted(names)
+            if name.startswith("tmp.") or (_DATA.fullmatch(name) and f"{name}.receipt" not in names)
+        )
+        return [line for name in leftovers if (line := self._kept(self._directory / name))]
+
+    def _kept(self, path: Path) -> str:
+        """Delete a file; return why it is still there, or nothing."""
+        try:
+            self._disk.remove(path)
+        except OSError as error:
+            return f"{path} can't be removed: {error.strerror}"
+        return ""
 
     def scan(self) -> Iterator[tuple[Shard, Path, str] | str]:
         """Yield each copy whose receipt and digest match, with the uid of its job, and a line for each other."""
-        for receipt in sorted(self._directory.iterdir()):
+        try:
+            names = sorted(self._directory.iterdir())
+        except OSError as error:
+            yield f"{self._directory} can't be read: {error.strerror}"
+            return
+        for receipt in names:
             if _RECEIPT.fullmatch(receipt.name) is None:
                 continue
             path = receipt.with_name(receipt.name.removesuffix(".receipt"))

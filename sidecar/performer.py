@@ -146,7 +146,8 @@ class Sidecar:
             case do.StoreObject():
                 await self._store_object(effect)
             case do.DropLocal():
-                await self._threads.run("disk", self._parts.local.drop, Path(effect.path))
+                if kept := await self._threads.run("disk", self._parts.local.drop, Path(effect.path)):
+                    self._shouts.shout("local-failed", kept)
             case do.Pull():
                 await self._pull(effect)
             case do.Stage():
@@ -425,7 +426,8 @@ class Sidecar:
         """Take in what an earlier life has left: slots and peer copies at once, the local tier as it is read."""
         memory = self._parts.memory
         await self._threads.run("slots", functools.partial(memory.drop_staged, keep=""))
-        await self._threads.run("disk", self._parts.local.sweep)
+        for kept in await self._threads.run("disk", self._parts.local.sweep):
+            self._shouts.shout("local-failed", kept)
         for rank in memory.slot_ranks():
             await self._look(rank)
         for rank, number in memory.spares():

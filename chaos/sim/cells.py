@@ -18,7 +18,7 @@ import msgspec
 from toprope.chaos.matrix import Code, Phase
 from toprope.chaos.sim.history import Outcome, run
 from toprope.chaos.sim.loop import PROCESS
-from toprope.chaos.sim.store_faults import QUIET
+from toprope.chaos.sim.options import QUIET
 from toprope.chaos.sim.store_marks import Deletions, mark_commits
 from toprope.chaos.sim.trace import Mark
 from toprope.chaos.sim.world import Node, World

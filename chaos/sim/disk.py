@@ -47,10 +47,10 @@ class _DiskPath(PurePosixPath):
     disk: SimDisk
 
     def iterdir(self) -> Iterator[_DiskPath]:
-        yield from (self / name for name in sorted(self.disk.names))
+        yield from (self / name for name in self.disk.listing())
 
     def stat(self) -> Any:  # noqa: ANN401 - what os.stat gives, as far as it is asked
-        return SimpleNamespace(st_size=len(self.disk.read(self.name)))
+        return SimpleNamespace(st_size=self.disk.size(self.name))
 
     def exists(self) -> bool:
         return self.name in self.disk.names
@@ -67,7 +67,7 @@ class DiedError(Exception):
 class SimDisk:
     """One directory. ``trouble`` is what its next calls meet with; ``flipped`` are the files changed on purpose.
 
-    ``slow_s``: how much longer a write takes.
+    ``slow_s``: how much longer a write takes. ``keeps``: how likely a power cut leaves what was not made durable.
     """
 
     def __init__(self, rng: random.Random) -> None:
@@ -75,6 +75,7 @@ class SimDisk:
         self.durable_names: dict[str, _Body] = {}
         self.trouble = ""
         self.slow_s = 0.0
+        self.keeps = 0.5
         self.flipped: set[str] = set()
         self.dies_in = 0
         self.on_death: Callable[[], None] = lambda: None
@@ -129,6 +130,14 @@ class SimDisk:
             raise FileNotFoundError(errno.ENOENT, "No such file", name)
         return self.names[name].data
 
+    def listing(self) -> list[str]:
+        """Return the names that a program finds in the directory."""
+        return sorted(self.names)
+
+    def size(self, name: str) -> int:
+        """Return the length of a file as a program is told it."""
+        return len(self.read(name))
+
     def check_readable(self, name: str) -> None:
         """Raise what a program meets that opens a file."""
         if self.trouble == "io":
@@ -139,7 +148,7 @@ class SimDisk:
         after: dict[str, _Body] = {}
         for name in sorted({*self.names, *self.durable_names}):
             now, then = self.names.get(name), self.durable_names.get(name)
-            kept = now if now is then or self._rng.random() < 0.5 else then  # noqa: PLR2004 - either
+            kept = now if now is then or self._rng.random() < self.keeps else then
             if kept is not None:
                 after[name] = kept if kept.synced else _Body(self._torn(kept.data), synced=True)
         self.names, self.durable_names = after, dict(after)

@@ -21,8 +21,9 @@ from toprope.chaos.sim.world import World
 Trouble: TypeAlias = Callable[[World], Awaitable[None]]
 
 HEALED_WITHIN_S = 150.0
-_LOOK_EVERY_S = 1.0
+_LOOK_EVERY_S = 0.25
 _STEPS_MORE = 3
+_ROUNDS = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,17 +118,20 @@ async def _main(world: World, trouble: Trouble) -> None:
 
 
 async def _tidied(world: World) -> None:
-    """Wait for two rounds of garbage collection: all that was condemned before them must be gone."""
-    began_s, rounds, condemned = world.loop.time(), world.rounds, world.oracle.condemned()
+    """Wait until all that is condemned now is gone: after two rounds of garbage collection at the latest."""
     if not world.options.retain:
         return
-    while world.rounds < rounds + 2 and not world.loop.crashes:
-        await asyncio.sleep(_LOOK_EVERY_S)
+    began_s, rounds, condemned = world.loop.time(), world.rounds, world.oracle.condemned()
+    while left := sorted(condemned & world.oracle.condemned()):
+        if world.loop.crashes:
+            return
+        if world.rounds >= rounds + _ROUNDS:
+            world.oracle.fail("I15", f"{len(left)} condemned objects are left after two collections: {left[0]}")
+            return
         if world.loop.time() - began_s > HEALED_WITHIN_S:
             world.oracle.fail("I15", f"no garbage was collected within {HEALED_WITHIN_S:.0f} s after all faults ended")
             return
-    if left := sorted(condemned & world.oracle.condemned()):
-        world.oracle.fail("I15", f"{len(left)} condemned objects are left after two collections: {left[0]}")
+        await asyncio.sleep(_LOOK_EVERY_S)
 
 
 def _is_well(world: World, newest: int) -> bool:

@@ -104,6 +104,27 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         return " ".join(f"{name}={getattr(self, name)!r}" for name in names)
 
 
+QUIET = Options(
+    nodes=2,
+    ranks_per_node=1,
+    broker=False,
+    coordinators=1,
+    every=1,
+    local_every=1,
+    object_every=1,
+    chaos_s=0.0,
+    between_s=1.0,
+    step_s=1.0,
+    drop=0.0,
+    duplicate=0.0,
+    slow=1.0,
+    store_fault=0.0,
+    retain="",
+    faults=(),
+)
+"""A world of two nodes in which nothing goes wrong by itself."""
+
+
 def draw(rng: random.Random, **narrow: Any) -> Options:  # noqa: ANN401 - fields of Options
     """Return what a history is like; ``narrow`` is said instead of drawn."""
     drawn, seed = _drawn(rng), rng.getrandbits(64)

@@ -15,53 +15,51 @@ from toprope.chaos.sim.history import Outcome
 from toprope.chaos.sim.mutants import MUTANTS
 
 SOMETIMES = (
+    "a command was elected for the moment",
+    "a coordinator changed the job",
     "a coordinator took over",
     "a coordinator was fenced",
     "a due step was skipped",
+    "a hold was left behind",
     "a launch was answered busy",
     "a launch was answered unavailable",
     "a machine was replaced",
     "a node lost power",
+    "a pull brought wrong bytes",
     "a rank restored",
-    "a slot was dropped",
-    "a step became READY",
+    "a read-back found damage",
+    "a reader held what is retired",
+    "a reader read a checkpoint",
+    "a scan refused a local file",
     "a shard named another rank's file of its step",
+    "a slot was dropped",
+    "a source was struck off",
+    "a step became READY",
     "a step was protected",
     "a trainer lost its sidecar",
     "an attempt followed a protected step",
+    "an object was deleted",
     "message doubled",
     "message lost",
     "restored from a READY",
     "restored from what is not READY",
+    "staged from here local",
     "staged from here memory",
     "staged from here peer",
     "staged from node memory",
-    "store: 503",
-    "a reader held what is retired",
-    "a reader read a checkpoint",
-    "an object was deleted",
+    "staged from object object",
+    "stopped at copy",
     "stopped at facts",
+    "stopped at hash",
     "stopped at log",
+    "stopped at manifests",
+    "stopped at shards",
+    "store: 503",
     "store: late create landed",
     "store: reply lost",
     "store: request lost",
 )
-"""What a search must reach now and then, or its silence says nothing."""
-SELDOM = (
-    "a command was elected for the moment",
-    "a coordinator changed the job",
-    "a hold was left behind",
-    "a pull brought wrong bytes",
-    "a read-back found damage",
-    "a scan refused a local file",
-    "staged from here local",
-    "staged from object object",
-    "stopped at copy",
-    "stopped at hash",
-    "stopped at manifests",
-    "stopped at shards",
-)
-"""What a search of a thousand histories must reach too."""
+"""What a search of a thousand histories must reach, or its silence says nothing."""
 
 
 @dataclass(slots=True)
@@ -76,7 +74,7 @@ class Found:
 
     def never(self) -> list[str]:
         """Return what was to happen sometimes and never did."""
-        return [what for what in (*SOMETIMES, *SELDOM) if not self.counts[what]]
+        return [what for what in SOMETIMES if not self.counts[what]]
 
     def summary(self) -> str:
         """Return it for people."""

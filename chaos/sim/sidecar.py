@@ -148,7 +148,8 @@ class SimSidecar:
 
     async def _main(self) -> None:
         self._memory.staged.clear()
-        self._local.sweep()
+        for kept in self._local.sweep():
+            self._shouts.shout("local-failed", kept)
         for rank in self._memory.ranks():
             await self._look(rank)
         for (rank, number), file in sorted(self._memory.spares.items()):
@@ -243,7 +244,7 @@ class SimSidecar:
             case do.StoreObject():
                 await self._store_object(effect)
             case do.DropLocal():
-                await self._bulk(lambda: self._local.drop(self.node.disk.root / Path(effect.path).name))
+                await self._drop_local(Path(effect.path).name)
             case do.Pull():
                 await self._pull(effect)
             case do.Stage():
@@ -360,6 +361,10 @@ class SimSidecar:
             return
         else:
             self.post(on.LocalStored(shard=shard, path=str(path), slot=effect.slot))
+
+    async def _drop_local(self, name: str) -> None:
+        if kept := await self._bulk(lambda: self._local.drop(self.node.disk.root / name)):
+            self._shouts.shout("local-failed", kept)
 
     async def _store_object(self, effect: do.StoreObject) -> None:
         shard = effect.shard

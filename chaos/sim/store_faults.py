@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Literal, TypeAlias, cast, get_args
 
 from toprope.chaos.sim.history import Outcome, run
+from toprope.chaos.sim.journey import SEED, Call, Cell
 from toprope.chaos.sim.loop import PROCESS, SimLoop
-from toprope.chaos.sim.options import Options
+from toprope.chaos.sim.options import QUIET
 from toprope.chaos.sim.store import SimStore
 from toprope.chaos.sim.world import World
 from toprope.store.errors import AlreadyExistsError, CkptError, ThrottledError, UnavailableError
@@ -31,53 +31,12 @@ Kind: TypeAlias = Literal[
 ]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
-QUIET = Options(
-    nodes=2,
-    ranks_per_node=1,
-    broker=False,
-    coordinators=1,
-    every=1,
-    local_every=1,
-    object_every=1,
-    chaos_s=0.0,
-    between_s=1.0,
-    step_s=1.0,
-    drop=0.0,
-    duplicate=0.0,
-    slow=1.0,
-    store_fault=0.0,
-    retain="",
-    faults=(),
-)
-_SEED = 4
 _LATE_S = (0.05, 3.0, 20.0)
 _LOOKS, _LOOK_EVERY_S = 600, 0.1
 
 
 class _EndedError(CkptError):
     """The process that called is no more."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
-    """A call of the store: who made it, what it is, and of which kind the object is."""
-
-    who: str
-    operation: str
-    kind: str
-
-    def __str__(self) -> str:
-        return f"{self.who} {self.operation} {self.kind}"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cell:
-    """What came of one fault. ``struck`` is the call that it befell; None: it did not happen."""
-
-    at: int
-    fault: Kind
-    struck: Call | None
-    outcome: Outcome
 
 
 class PlannedStore:
@@ -145,7 +104,7 @@ class PlannedStore:
 
     def _met(self, operation: str, key: Key) -> Kind | None:
         process = PROCESS.get()
-        call = Call(who=process.name if process is not None else "", operation=operation, kind=_kind(key))
+        call = Call(who=process.name if process is not None else "", operation=operation, about=_kind(key))
         self.calls.append(call)
         if len(self.calls) - 1 != self._at:
             return None
@@ -200,7 +159,7 @@ def _run(
             await asyncio.sleep(_LOOK_EVERY_S)
         calls.extend(store.calls)
 
-    return calls, run(_SEED, QUIET, trouble=trouble)
+    return calls, run(SEED, QUIET, trouble=trouble)
 
 
 def _kind(key: Key) -> str:

@@ -47,12 +47,13 @@ class Node:
         disk.on_death = lambda: self._world.cut_power(self)
         return disk
 
-    def lose_power(self) -> None:
-        """Lose memory, and what the disk had not made durable; or the disk too, as when the machine is replaced."""
+    def lose_power(self, *, replaced: bool | None = None) -> None:
+        """Lose memory, and what the disk had not made durable; or the disk too, as when the machine is ``replaced``."""
         rng = self._world.loop.rng
         self.memory = SimMemory(rng.randbytes(16).hex())
         self.disk.cut_power()
-        if rng.random() < 0.4:  # noqa: PLR2004 - now and then
+        drawn = rng.random() < 0.4  # noqa: PLR2004 - now and then
+        if drawn if replaced is None else replaced:
             self._world.trace.sometimes("a machine was replaced")
             self.disk = self._new_disk()
 
@@ -293,8 +294,8 @@ class World:
                 self.loop.outside(0.0, other.kill)
             self.loop.outside(for_s + self.loop.rng.uniform(0.05, 3.0), process.kill)
 
-    def cut_power(self, node: Node) -> None:
-        """Kill all on a node, and lose what it can't keep."""
+    def cut_power(self, node: Node, *, replaced: bool | None = None) -> None:
+        """Kill all on a node, and lose what it can't keep; whether the machine is ``replaced`` is drawn if not said."""
         self.trace.note(node.name, "loses power")
         self.trace.sometimes("a node lost power")
         self.oracle.on_node_lost()
@@ -304,7 +305,7 @@ class World:
             for rank in self.launch.ranks:
                 if rank.node is node:
                     rank.process.kill()
-        node.lose_power()
+        node.lose_power(replaced=replaced)
 
 
 def _process_of(host: Host) -> Callable[[], Process]:

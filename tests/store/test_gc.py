@@ -170,6 +170,21 @@ def test_a_step_that_the_next_attempt_may_go_back_to_stays_until_a_later_one_is_
     assert verified(store) == [10, 20]
 
 
+def test_what_a_step_names_that_the_next_attempt_may_go_back_to_stays_too() -> None:
+    store = FakeStore()
+    job = small_store(store, steps=(10, 15, 18))
+    key = next(key for key in objects_under(store, "s000000010/rank-00001") if key.endswith(".json"))
+    older = decode(store.read(key), Index, key=key, expected_sha256=sha256(store.read(key))).files[0]
+    for rank in range(2):
+        job.put_shard(step=20, rank=rank, change=lambda one: replace(one, files=(*one.files, older)))
+        job.put_shard(step=22, rank=rank)
+    job.open_attempt(held=Held(attempt_uid=uid(1), step=22), from_step=22)
+    job.log.add(Retire(seqs=(4,)))
+    collect(store)
+    assert objects_under(store, "s000000010") == [older.key]
+    assert len(objects_under(store, "s000000020")) == 4
+
+
 def test_a_tainted_step_is_none_that_an_attempt_may_go_back_to() -> None:
     store = FakeStore()
     job = small_store(store, steps=(10,))
