@@ -8,7 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from toprope.trainer_hooks.image.copying import WORTH_A_THREAD_BYTES, Copier, Move
+from toprope.trainer_hooks.image.copying import (
+    SAMPLE_BYTES,
+    WORTH_A_THREAD_BYTES,
+    Copier,
+    Move,
+    sample_place,
+    sampled,
+)
 
 
 @pytest.fixture
@@ -49,3 +56,26 @@ def test_halves_are_copied_and_one_that_was_not_is_an_error(told: list[type[Base
     copier.run([mine, other])
     copier.close()
     assert torch.equal(target, torch.stack([half, half]))
+
+
+@pytest.mark.parametrize("changed", range(3))
+@pytest.mark.parametrize("side", ["source", "copy"])
+def test_samples_notice_a_byte_that_changes_on_either_side_of_any_of_several_copies(side: str, changed: int) -> None:
+    sources = [torch.arange(count).to(torch.uint8) for count in (250, SAMPLE_BYTES, 3 * SAMPLE_BYTES)]
+    copies = [torch.zeros_like(source) for source in sources]
+    moves = [Move(copy.data_ptr(), source, len(source)) for source, copy in zip(sources, copies, strict=True)]
+    for turn in range(3):
+        sound = sampled(moves, turn)
+        assert not sound(), "nothing is copied yet"
+        for move in moves:
+            move.run()
+        assert sound()
+        place, count = sample_place(len(sources[changed]), turn)
+        for at in (place, place + count - 1):
+            one = (sources if side == "source" else copies)[changed]
+            one[at] ^= 1
+            assert not sound()
+            one[at] ^= 1
+        assert sound()
+        for copy in copies:
+            copy.zero_()
