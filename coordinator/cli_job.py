@@ -21,13 +21,13 @@ from toprope.coordinator.cli_common import (
 from toprope.coordinator.overview import Overview
 from toprope.store.checkpoint.manifest import sha256
 from toprope.store.checkpoint.ready import read_capped
-from toprope.store.cli.shared import AsJson, JobOption, Root, only_job, print_json, put
+from toprope.store.cli.shared import AsJson, JobOption, Root, only_job, print_json, put, say
 from toprope.store.errors import CorruptObjectError, MissingObjectError, UnavailableError, UsageError
 from toprope.store.keep.changes import policy_change
 from toprope.store.keep.purging import check_unneeded, delete, keys_of, probes_of
 from toprope.store.keep.retention import parse_policy, plan_retention
 from toprope.store.log.records import Elected, Job
-from toprope.store.look.show import JobLog, read_job, read_state
+from toprope.store.look.show import JobLog, read_beginning, read_state
 from toprope.store.names import facts_key
 from toprope.store.objects.opening import open_store, sweep_uploads
 from toprope.store.objects.protocol import ObjectStore
@@ -83,12 +83,16 @@ def job_purge(
     """Delete a job: every checkpoint, pinned ones too, and its log. Nothing of it can be had again.
 
     End its coordinators and sidecars first. It refuses while a coordinator answers where one was ever elected, which
-    says what trainers live (one that only stood by can't be seen); while a reader holds a checkpoint; and while another
-    job starts from one and has none of its own. What an interrupted purge left goes with the next one.
+    says what trainers live; while a reader holds a checkpoint; and while another job starts from one and has none of
+    its own. One that has only stood by can't be seen: if it is left running it may write a record after this, which is
+    a job with a damaged log. A job whose log is damaged goes too, its records read as far as they can be. What an
+    interrupted purge left goes with the next one.
     """
     store = open_store(root)
-    log = read_job(store, job)
+    log, damage = read_beginning(store, job)
     state = log.state
+    if damage:
+        say(f"the log of job {job} is damaged, so not all of its checkpoints and coordinators are known: {damage}")
     if not dry_run and confirm != job:
         raise UsageError(f"this deletes all of job {job}: to do it, give --confirm {job}; --dry-run says what it is")
     for url in (coordinator,) if coordinator else _addresses(log):

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from toprope.store.errors import UsageError
 from toprope.store.keep.gc import DELETED_AT_ONCE
 from toprope.store.log.fold import JobState
-from toprope.store.look.show import job_names, read_state
+from toprope.store.look.show import job_names, read_beginning
 from toprope.store.names import Key, holds_prefix, log_prefix, parse_hold
 from toprope.store.objects.protocol import ObjectStore
 
@@ -17,7 +17,7 @@ _PROBE = re.compile(rf"{_PROBES}[0-9a-f]{{32}}")
 
 
 def check_unneeded(store: ObjectStore, state: JobState) -> None:
-    """Check that nobody reads the job, and that no other one starts from it.
+    """Check that nobody reads the job, and that no other one starts from it; of a damaged log as far as it can be read.
 
     Raises:
         UsageError: somebody does; the message says who.
@@ -29,9 +29,9 @@ def check_unneeded(store: ObjectStore, state: JobState) -> None:
             "what was left behind"
         )
     for name in job_names(store):
-        other = state if name == state.job else read_state(store, name)
+        other = state if name == state.job else read_beginning(store, name)[0].state  # which has its base, if any
         base = other.base
-        if base is None or (base.job, base.job_uid) != (state.job, state.job_uid):
+        if base is None or base.job != state.job or state.job_uid not in {"", base.job_uid}:
             continue
         if not other.restorable():
             raise UsageError(

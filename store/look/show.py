@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, assert_never
@@ -109,6 +110,24 @@ def read_jobs(store: ObjectStore, names: Sequence[str]) -> tuple[tuple[JobLog, .
                 raise
             broken.append(Damage(job=name, key=log_prefix(name), what=str(error)))
     return tuple(logs), tuple(broken)
+
+
+def read_beginning(store: ObjectStore, name: str) -> tuple[JobLog, str]:
+    """Return the log of a job as far as it can be read, and what is wrong with the rest, which is empty if all is well.
+
+    Raises:
+        UsageError: there is no such job.
+    """
+    try:
+        return read_job(store, name), ""
+    except (LogCorruptError, CorruptObjectError) as error:
+        said = str(error)
+    state, entries = JobState(job=name), list[Entry]()
+    with contextlib.suppress(LogCorruptError, CorruptObjectError):
+        for entry, after in read_entries(store, name):
+            entries.append(entry)
+            state = after
+    return JobLog(state=state, entries=tuple(entries)), said
 
 
 def read_state(store: ObjectStore, name: str) -> JobState:

@@ -27,7 +27,7 @@ from toprope.store.keep.purging import delete, keys_of
 from toprope.store.log.chain import read_log
 from toprope.store.log.records import Elected, Held, Job
 from toprope.store.look.verify import verify_checkpoint
-from toprope.store.names import Key, facts_key
+from toprope.store.names import Key, facts_key, log_key
 from toprope.store.objects.directory import DirectoryStore
 
 
@@ -73,6 +73,49 @@ def test_without_its_name_once_more_nothing_goes(
     said = capsys.readouterr()
     assert "would be deleted" in said.out or "give --confirm job" in said.err
     assert contents(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    ("how", "record"), [("damaged", 0), ("damaged", 3), ("damaged", 5), ("missing", 0), ("missing", 3)]
+)
+def test_a_job_whose_log_is_damaged_goes_too(
+    two_jobs: DirectoryStore, tmp_path: Path, capsys: pytest.CaptureFixture[str], how: str, record: int
+) -> None:
+    """What an operator wants rid of most; and what a coordinator leaves that wrote after its job was purged."""
+    kept = of_job(tmp_path, "other")
+    path = tmp_path / log_key("job", record)
+    if how == "damaged":
+        path.write_bytes(path.read_bytes().replace(b"nonce", b"nonse"))
+    else:
+        path.unlink()
+    assert ckpt("show", tmp_path, "--job", "job") == 2
+    before = contents(tmp_path)
+    assert ckpt("job", "purge", tmp_path, "job") == 64
+    assert contents(tmp_path) == before
+    capsys.readouterr()
+    assert ckpt("job", "purge", tmp_path, "job", "--confirm", "job") == 0
+    told = capsys.readouterr().err
+    assert "the log of job job is damaged" in told
+    assert f"record {record}" in told
+    assert contents(tmp_path) == kept
+    assert two_jobs.size(log_key("other", 0)) > 0
+
+
+def test_a_damaged_log_that_can_still_tell_is_heeded(
+    two_jobs: DirectoryStore, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = pinned_base(two_jobs, "tuned", at="other@10", take="all", token="", say=lambda _: None)
+    log = LogWriter(two_jobs, "tuned")
+    log.add(Job(uid="0d" * 16, name="tuned"), Elected(), Job(uid="0d" * 16, name="tuned", base=base))
+    log.add(Job(uid="0d" * 16, name="tuned", spec_sha256=SPEC))
+    for path in (tmp_path / log_key("tuned", 3), tmp_path / log_key("other", 5)):
+        path.write_bytes(b"{}")
+    before = contents(tmp_path)
+    assert ckpt("job", "purge", tmp_path, "other", "--confirm", "other") == 64
+    assert "job tuned starts from its step 10" in capsys.readouterr().err
+    assert contents(tmp_path) == before
+    assert ckpt("job", "purge", tmp_path, "tuned", "--confirm", "tuned") == 0
+    assert ckpt("job", "purge", tmp_path, "other", "--confirm", "other") == 0
 
 
 @pytest.mark.usefixtures("job_of_50")
