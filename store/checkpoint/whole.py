@@ -9,15 +9,19 @@ from __future__ import annotations
 import fnmatch
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
 from toprope.store.checkpoint.manifest import Index, Tensor
 from toprope.store.checkpoint.shard import ITEM_BYTES
+from toprope.store.errors import UsageError
 
 DOCUMENT = "__document__"
 """The byte tensor of a rank that holds what is no tensor; see ``docs/format.md``."""
+
+_NAMED = 5
+"""How many names a message has before it counts the rest."""
 
 Box: TypeAlias = tuple[tuple[int, int], ...]
 """A block of a tensor: for each dimension where it begins and where it ends."""
@@ -26,6 +30,18 @@ Box: TypeAlias = tuple[tuple[int, int], ...]
 def is_named_like(name: str, patterns: Sequence[str]) -> bool:
     """Return whether a tensor's name is like one of these patterns, such as ``model.*``; no pattern takes all."""
     return not patterns or any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def nothing_like(patterns: Sequence[str], names: Iterable[str]) -> UsageError:
+    """Return the error that says that no tensor of these has a name that was asked for."""
+    there = sorted(set(names) - {DOCUMENT})
+    return UsageError(f"no tensor is named like {', '.join(patterns) or '*'}; there are {some(there)}")
+
+
+def some(names: Sequence[str]) -> str:
+    """Return the first few of these names, and how many more there are."""
+    more = len(names) - _NAMED
+    return ", ".join(names[:_NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,13 +23,13 @@ from toprope.store.checkpoint.header import Written, header_bytes
 from toprope.store.checkpoint.leaves import Leaves, leaves_of
 from toprope.store.checkpoint.manifest import Index, Manifest, sha256
 from toprope.store.checkpoint.shard import ITEM_BYTES
-from toprope.store.checkpoint.whole import DOCUMENT, Whole, gather, is_named_like, untiled
+from toprope.store.checkpoint.whole import DOCUMENT, Whole, gather, is_named_like, nothing_like, some, untiled
 from toprope.store.errors import CorruptObjectError, StoreError, UsageError
 from toprope.store.log.fold import JobState
 from toprope.store.names import facts_key
 from toprope.store.objects.protocol import ObjectStore
 from toprope.store.transfer import with_torch
-from toprope.store.transfer.new_directory import check_target, new_directory, put_in_place, synced_file
+from toprope.store.transfer.new_directory import WrittenOut, check_target, new_directory, put_in_place, synced_file
 from toprope.store.transfer.outgoing import Outgoing
 from toprope.store.transfer.restore import plan as plan_restore
 
@@ -42,8 +42,6 @@ _OURS = re.compile(
     r"__[0-9]+_0\.distcp|\.metadata"
 )
 _OF_PARAMETER = re.compile(r"model\.(.+)|optimizer(?:\.[A-Za-z0-9_-]+)?\.state\.(.+)\.[^.]+")
-_NAMED = 5
-"""How many tensors a refusal names before it counts the rest."""
 
 
 class _SpecModel(msgspec.Struct, frozen=True):
@@ -77,20 +75,13 @@ class Line:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Exported:
+class Exported(WrittenOut):
     """What an export wrote. ``values`` is how many settings of optimizers and the like, ``left_out`` has the others.
 
     ``documents`` is how many documents of ranks were left out.
     """
 
-    job: str
-    seq: int
-    attempt: int
-    step: int
-    directory: Path
-    files: tuple[str, ...]
     tensors: int
-    bytes: int
     documents: int
     values: int = 0
     left_out: tuple[str, ...] = ()
@@ -148,12 +139,11 @@ def choose(wholes: Sequence[Whole], wanted: Wanted) -> tuple[Whole, ...]:
     kept = [one for one in wholes if one.name != DOCUMENT or wanted.per_rank]
     kept = [one for one in kept if is_named_like(one.name, wanted.only)]
     if not kept:
-        names = sorted({whole.name for whole in wholes} - {DOCUMENT})
-        raise UsageError(f"no tensor is named like {', '.join(wanted.only) or '*'}; there are {_some(names)}")
+        raise nothing_like(wanted.only, (whole.name for whole in wholes))
     own = sorted({whole.name for whole in kept if whole.rank is not None})
     if own and not wanted.per_rank:
         raise UsageError(
-            f"{_some(own)}: not the same on all ranks that stored it under this name. Leave it out with --only, or "
+            f"{some(own)}: not the same on all ranks that stored it under this name. Leave it out with --only, or "
             "keep each rank's with --per-rank"
         )
     for whole in kept:
@@ -180,7 +170,7 @@ def plan(
     if dtypes and not wanted.as_bytes and wanted.format == "safetensors":
         named = [f"{label} ({dtype})" for label, dtype in sorted(dtypes.items())]
         raise UsageError(
-            f"{_some(named)}: safetensors has no such dtype. Leave it out with --only, or write its bytes as U8 with "
+            f"{some(named)}: safetensors has no such dtype. Leave it out with --only, or write its bytes as U8 with "
             "--as-bytes"
         )
     lines: dict[str, Line] = {}
@@ -210,11 +200,6 @@ def split(lines: Sequence[Line], *, limit: int) -> dict[str, tuple[Line, ...]]:
         f"model-{number:05d}-of-{len(groups):05d}.safetensors": tuple(group)
         for number, group in enumerate(groups, start=1)
     }
-
-
-def _some(names: Sequence[str]) -> str:
-    rest = len(names) - _NAMED
-    return ", ".join(names[:_NAMED]) + (f" and {rest} more" if rest > 0 else "")
 
 
 def _true_dtypes(store: ObjectStore, chosen: Sequence[Whole], job: str) -> dict[str, str]:

@@ -7,10 +7,24 @@ import os
 import secrets
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
 from toprope.store.errors import CkptError, UsageError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WrittenOut:
+    """What of which checkpoint was written where."""
+
+    job: str
+    seq: int
+    attempt: int
+    step: int
+    bytes: int
+    directory: Path
+    files: tuple[str, ...]
 
 
 @contextlib.contextmanager

@@ -10,30 +10,22 @@ from pathlib import Path
 from toprope.store.checkpoint.assemble import read_indexes, shard_metadata, tensor_bytes
 from toprope.store.checkpoint.header import Written, header_bytes
 from toprope.store.checkpoint.manifest import Index, Tensor
-from toprope.store.checkpoint.whole import DOCUMENT, is_named_like
-from toprope.store.errors import UsageError
+from toprope.store.checkpoint.whole import DOCUMENT, is_named_like, nothing_like
 from toprope.store.log.fold import JobState
 from toprope.store.look.sample import alone
 from toprope.store.objects.protocol import ObjectStore
-from toprope.store.transfer.new_directory import check_target, new_directory, put_in_place, synced_file
+from toprope.store.transfer.new_directory import WrittenOut, check_target, new_directory, put_in_place, synced_file
 from toprope.store.transfer.restore import plan
 
 NOTE_NAME = "PARTIAL.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PartlyRestored:
+class PartlyRestored(WrittenOut):
     """What was written: tensors of how many, and that it is only a part."""
 
-    job: str
-    seq: int
-    attempt: int
-    step: int
-    directory: Path
-    files: tuple[str, ...]
     tensors: int
     of: int
-    bytes: int
     partial: bool = True
 
 
@@ -62,8 +54,7 @@ def restore_part(
     chosen = {index.rank: _chosen(index, only) for index in indexes}
     total = sum(tensor.end - tensor.begin for tensors in chosen.values() for tensor in tensors)
     if not any(chosen.values()):
-        names = sorted({tensor.name for index in indexes for tensor in index.tensors} - {DOCUMENT})
-        raise UsageError(f"no tensor is named like {', '.join(only)}; there are {', '.join(names[:5])} and others")
+        raise nothing_like(only, (tensor.name for index in indexes for tensor in index.tensors))
     with new_directory(to, needed_bytes=total) as directory:
         for index in indexes:
             if chosen[index.rank]:

@@ -18,7 +18,7 @@ from toprope.store.keep.holds import holding
 from toprope.store.log.chain import read_on
 from toprope.store.log.fold import JobState
 from toprope.store.objects.protocol import ObjectStore
-from toprope.store.transfer.new_directory import check_target, new_directory, put_in_place, synced_file
+from toprope.store.transfer.new_directory import WrittenOut, check_target, new_directory, put_in_place, synced_file
 
 MANIFEST_NAME = "manifest.json"
 
@@ -33,16 +33,9 @@ class PassedOver:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Restored:
+class Restored(WrittenOut):
     """What a restore wrote, and what it passed over on the way."""
 
-    job: str
-    seq: int
-    attempt: int
-    step: int
-    bytes: int
-    directory: Path
-    files: tuple[str, ...]
     passed_over: tuple[PassedOver, ...]
 
 
