@@ -8,6 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from toprope.chaos.evidence import Evidence, ReadyFact, Restart, Told, Use
+from toprope.chaos.hits import costs_slots
 from toprope.chaos.journal import Event, Final
 from toprope.chaos.judging import judge
 from toprope.chaos.promises import PROMISES
@@ -205,6 +206,15 @@ def test_only_a_fault_of_what_protects_excuses_that_more_was_lost(fault: dict[st
     away = replace(KILL, at_s=9.0, until_s=10.0, **fault)
     verdict = judge(evidence(restarts=restart(newest_step=17, protected_step=8), injections=(KILL, away)))
     assert ("little lost" in verdict.broken) is not excused
+
+
+def test_only_a_fault_of_a_service_excuses_that_a_rank_had_no_slot() -> None:
+    service = replace(KILL, target="sidecar a")
+    assert costs_slots(service)
+    assert costs_slots(replace(service, fault="network", target="store")), "what is uploaded keeps its slot"
+    assert not costs_slots(replace(service, fault="slow", target="rank 1"))
+    assert not costs_slots(replace(service, fault="ckpt", target="store"))
+    assert not costs_slots(replace(service, fired=False))
 
 
 def test_while_a_service_was_away_what_was_not_protected_may_be_lost_and_no_more() -> None:
