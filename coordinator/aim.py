@@ -48,7 +48,7 @@ class Aim:
         )
 
     def steer(self, safety: Safety, nodes: Sequence[Node], *, reached: int, now_s: float) -> None:
-        """Choose what to go for from now on; ``reached`` is the newest step of any rank."""
+        """Choose what to go for from now on; ``reached`` is the newest step of any rank, if one is gone for."""
         open_steps = [step for step in safety.common if step > safety.guarded_step]
         self.common_since = {step: self.common_since.get(step, now_s) for step in open_steps}
         if self.step in open_steps and now_s < self._until_s:
@@ -62,5 +62,7 @@ class Aim:
         self._guarded = safety.guarded_step
         slow = [step for step in open_steps if step > self.given_up and now_s - self.common_since[step] >= SLOW_AFTER_S]
         self.step = max(slow, default=0)
+        if not self.step:
+            return
         largest = max((c.bytes for node in nodes for c in node.inventory.copies if c.step == self.step), default=0)
         self._until_s = now_s + PATIENCE_S + largest / LEAST_BYTES_PER_S

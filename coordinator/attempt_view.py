@@ -14,11 +14,19 @@ from toprope.store.log.records import Attempt
 
 
 def attempt_view(
-    log_view: LogView, progress: Progress, *, nodes: Sequence[Node], objects: Sequence[Copy]
+    log_view: LogView,
+    progress: Progress,
+    *,
+    world: tuple[Member, ...],
+    nodes: Sequence[Node],
+    objects: Sequence[Copy],
 ) -> AttemptView | None:
-    """Return the current attempt, None before the first; ``nodes`` and ``objects`` are those that may have shards."""
-    attempt, facts = log_view.state.attempt, log_view.facts
-    if attempt is None or facts is None:
+    """Return the current attempt of ``world``, None before the first.
+
+    ``nodes`` and ``objects`` are those that may have shards of its source, as long as it restores.
+    """
+    attempt = log_view.state.attempt
+    if attempt is None or log_view.facts is None:
         return None
     source, base = log_view.source, log_view.state.base
     is_base = log_view.state.is_base(source)
@@ -37,7 +45,7 @@ def attempt_view(
         uid=attempt.uid,
         launch_id=attempt.launch_id,
         round=attempt.round,
-        world=tuple(Member(rank=one.rank, node=one.node, boot_id=one.boot_id) for one in facts.world),
+        world=world,
         source=_kind_of(attempt, is_base=is_base),
         source_attempt_uid=source[0] if source is not None else "",
         from_step=attempt.from_step,

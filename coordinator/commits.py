@@ -31,7 +31,8 @@ class Commits:
     last_step: int
     retry_s: float
     read_back_deadline_s: float
-    receipts: dict[tuple[int, int], dict[str, Receipt]] = field(default_factory=dict)
+    receipts: dict[int, dict[int, dict[str, Receipt]]] = field(default_factory=dict)
+    """By step, rank and key."""
     found: dict[str, str] = field(default_factory=dict)
     unanswered: dict[str | int, int] = field(default_factory=dict)
     dead: dict[int, str] = field(default_factory=dict)
@@ -40,6 +41,10 @@ class Commits:
     committing: int = 0
     not_before_s: float = 0.0
     reading_here: set[str] = field(default_factory=set)
+    _books: dict[int, dict[int, Receipt]] = field(default_factory=dict)
+    """By step what was chosen of its receipts, until there are more."""
+    _written: dict[str, Receipt] = field(default_factory=dict)
+    """All receipts by key."""
 
     def collect(self, inventory: Inventory) -> None:
         """Note the receipts and read-backs that a node tells of; nobody vouches for what it wrote itself."""
@@ -47,19 +52,22 @@ class Commits:
         if attempt is None:
             return
         for copy in inventory.copies:
-            ours = copy.attempt_uid == attempt.uid and copy.step > self.last_step
-            if ours and copy.tier == "object" and copy.world == attempt.world_size:
-                by_key = self.receipts.setdefault((copy.step, copy.rank), {})
-                by_key.setdefault(copy.key, Receipt(node=inventory.node, copy=copy))
-        written = {key: one for by_key in self.receipts.values() for key, one in by_key.items()}
+            ours = copy.attempt_uid == attempt.uid and copy.world == attempt.world_size and copy.step > self.last_step
+            if ours and copy.tier == "object" and 0 <= copy.rank < attempt.world_size:
+                by_key = self.receipts.setdefault(copy.step, {}).setdefault(copy.rank, {})
+                if copy.key not in by_key:
+                    by_key[copy.key] = self._written[copy.key] = Receipt(node=inventory.node, copy=copy)
+                    self._books.pop(copy.step, None)
         for result in inventory.read_backs:
-            receipt = written.get(result.key)
+            receipt = self._written.get(result.key)
             if receipt and receipt.node != inventory.node and receipt.copy.stored_digest == result.digest:
                 self.found.setdefault(result.key, readiness.found_digest(result))
 
     def copies(self) -> tuple[Copy, ...]:
         """Return the objects that were written."""
-        return tuple(one.copy for by_key in self.receipts.values() for one in by_key.values())
+        return tuple(
+            one.copy for ranks in self.receipts.values() for by_key in ranks.values() for one in by_key.values()
+        )
 
     def read_here(self, event: ReadHere) -> None:
         """Note what the coordinator has read back itself."""
@@ -87,11 +95,13 @@ class Commits:
     def moved(self, last_step: int) -> None:
         """Note that the log has moved on: no step up to ``last_step`` can become READY any more."""
         self.last_step = last_step
-        self.receipts = {at: one for at, one in self.receipts.items() if at[0] > last_step}
-        written = {key for by_key in self.receipts.values() for key in by_key}
-        self.found = {key: found for key, found in self.found.items() if key in written}
-        steps = {step for step, _ in self.receipts}
-        self.unanswered = {what: count for what, count in self.unanswered.items() if what in written or what in steps}
+        self.receipts = {step: ranks for step, ranks in self.receipts.items() if step > last_step}
+        self._books = {step: book for step, book in self._books.items() if step > last_step}
+        self._written = {key: one for key, one in self._written.items() if one.copy.step > last_step}
+        self.found = {key: found for key, found in self.found.items() if key in self._written}
+        self.unanswered = {
+            what: count for what, count in self.unanswered.items() if what in self._written or what in self.receipts
+        }
         self.dead = {step: why for step, why in self.dead.items() if step > last_step}
         if last_step >= self.committing:
             self.committing = 0
@@ -100,14 +110,14 @@ class Commits:
         """Return what is to be done next; ``readers`` are the nodes that can read back."""
         if self.attempt is None or self.committing:
             return []
-        book = self._book()
-        steps = readiness.complete_steps(book, world=self.attempt.world_size, last_step=last_step)
+        world = self.attempt.world_size
+        steps = [step for step in sorted(self.receipts) if step > last_step and len(self._book(step)) == world]
         step = readiness.next_step(steps, dead=self.dead, under_way=self.under_way)
         if step != self.under_way:
             self.under_way, self.under_way_since_s = step, now_s
         if not step:
             return []
-        receipts = tuple(book[step, rank] for rank in range(self.attempt.world_size))
+        receipts = self._of_ranks(step)
         others = self._rested_on(receipts)
         newest = readiness.next_step(steps, dead=self.dead, under_way=0)
         why = readiness.spoiled((*receipts, *others), self.found)
@@ -146,21 +156,30 @@ class Commits:
         """Return who is to read back what of the step under way; when nobody did in time the coordinator is to."""
         if self.attempt is None or not self.under_way or self.under_way in self.dead:
             return ()
-        book = self._book()
-        receipts = tuple(book[self.under_way, rank] for rank in range(self.attempt.world_size))
+        receipts = self._of_ranks(self.under_way)
         slow = now_s - self.under_way_since_s >= self.read_back_deadline_s
         return readiness.assign((*receipts, *self._rested_on(receipts)), () if slow else readers, done=self.found)
 
-    def _book(self) -> dict[tuple[int, int], Receipt]:
-        """Return a receipt for each step and rank: one that rests on nothing of which there is no receipt."""
-        written = {(step, key) for (step, _), by_key in self.receipts.items() for key in by_key}
-        book = {}
-        for at, by_key in sorted(self.receipts.items()):
-            usable = (one for one in by_key.values() if all((at[0], key) in written for key in one.copy.rests_on))
-            chosen = min(usable, key=lambda one: one.copy.key, default=None)
-            if chosen is not None:
-                book[at] = chosen
-        return book
+    def _book(self, step: int) -> dict[int, Receipt]:
+        """Return a receipt of a step for each rank, once each has one: one that rests on nothing without a receipt."""
+        assert self.attempt is not None
+        ranks = self.receipts.get(step, {})
+        if len(ranks) < self.attempt.world_size:
+            return {}
+        if step not in self._books:
+            written = {key for by_key in ranks.values() for key in by_key}
+            usable = {
+                rank: [one for one in by_key.values() if all(key in written for key in one.copy.rests_on)]
+                for rank, by_key in sorted(ranks.items())
+            }
+            self._books[step] = {
+                rank: min(of_rank, key=lambda one: one.copy.key) for rank, of_rank in usable.items() if of_rank
+            }
+        return self._books[step]
+
+    def _of_ranks(self, step: int) -> tuple[Receipt, ...]:
+        """Return the receipts of a complete step, by rank."""
+        return tuple(receipt for _, receipt in sorted(self._book(step).items()))
 
     def _rested_on(self, receipts: Sequence[Receipt]) -> tuple[Receipt, ...]:
         """Return the receipts of the same step that these rest on and that are not among them."""
@@ -168,7 +187,8 @@ class Commits:
         wanted = {(one.copy.step, key) for one in receipts for key in one.copy.rests_on if key not in among}
         return tuple(
             one
-            for (step, _), by_key in sorted(self.receipts.items())
+            for step in sorted({step for step, _ in wanted})
+            for _, by_key in sorted(self.receipts[step].items())
             for key, one in sorted(by_key.items())
             if (step, key) in wanted
         )

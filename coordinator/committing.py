@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 
 import msgspec
@@ -14,6 +15,8 @@ from toprope.store.checkpoint.manifest import Index
 from toprope.store.errors import CorruptObjectError
 from toprope.store.log.records import Ready
 from toprope.store.names import manifest_key
+
+READ_AT_ONCE = 32
 
 
 class Committer:
@@ -32,14 +35,7 @@ class Committer:
             UnavailableError: the store did not answer; it may be tried again.
             FencedError: another coordinator has been elected.
         """
-        indexes = [
-            manifest.decode(
-                await self._store.read_index(key), Index, key=key, expected_sha256=receipt.copy.index_sha256
-            )
-            for receipt, key in zip(
-                (*intent.receipts, *intent.others), index_keys(self._log.state, intent), strict=True
-            )
-        ]
+        indexes = await self._indexes(intent)
         state = self._log.state
         seqs = sorted({index.base for index in indexes if index.base is not None})
         if gone := sorted(set(seqs) - set(state.live)):
@@ -58,6 +54,25 @@ class Committer:
             lambda state: self._timed(make_ready(state, intent, manifest_sha256=sha256, bases=seqs))
         )
         return "the log has moved on" if done.seq is None else ""
+
+    async def _indexes(self, intent: CommitStep) -> list[Index]:
+        """Return the indexes of a step, of its receipts and then of the others; several are read at a time."""
+        receipts = (*intent.receipts, *intent.others)
+        waiting = iter(enumerate(zip(receipts, index_keys(self._log.state, intent), strict=True)))
+        found: dict[int, Index] = {}
+
+        async def read_on() -> None:
+            for number, (receipt, key) in waiting:
+                body = await self._store.read_index(key)
+                found[number] = manifest.decode(body, Index, key=key, expected_sha256=receipt.copy.index_sha256)
+
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for _ in receipts[:READ_AT_ONCE]:
+                    tasks.create_task(read_on())
+        except ExceptionGroup as group:
+            raise group.exceptions[0] from group
+        return [found[number] for number in range(len(receipts))]
 
     def _timed(self, ready: Ready | None) -> Ready | None:
         return None if ready is None else msgspec.structs.replace(ready, at_s=self._wall_s())

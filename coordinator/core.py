@@ -32,7 +32,9 @@ from toprope.coordinator.events import (
     SeenDesired,
     Ticked,
 )
+from toprope.coordinator.holdings import Holdings
 from toprope.coordinator.log_view import LogView
+from toprope.coordinator.pacing import SILENT_ROUNDS, Asking, report_every_s
 from toprope.coordinator.placing import Placing
 from toprope.coordinator.readiness import HERE
 from toprope.coordinator.requests import Known, Requests
@@ -44,9 +46,10 @@ from toprope.coordinator.wire import (
     Desired,
     Inventory,
     Kept,
+    Member,
 )
 from toprope.store.log.fold import JobState
-from toprope.store.log.records import NOBODY
+from toprope.store.log.records import NOBODY, AttemptFacts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,18 +88,21 @@ class Core:
         self.aim = Aim()
         self._extra_step = 0
         self.commits = self._new_commits()
+        self.holdings = self._new_holdings()
+        self._world: tuple[AttemptFacts | None, tuple[Member, ...]] = (None, ())
+        self._asking = Asking()
         self._probing: set[str] = set()
         self._seen: tuple[int, int] = (0, 0)
         self._said: dict[str, str] = {}
 
     def handle(self, event: Event) -> tuple[Effect, ...]:
         """Take in one event and return what is to be done."""
-        effects = self._take(event)
-        return (*effects, *self._steer(event.now_s))
+        return (*self.take(event), *self.steer(event.now_s))
 
     # --- what is heard -------------------------------------------------------------------------------------------
 
-    def _take(self, event: Event) -> list[Effect]:  # noqa: C901, PLR0911, PLR0912 - one line per kind of event
+    def take(self, event: Event) -> list[Effect]:  # noqa: C901, PLR0911, PLR0912 - one line per kind of event
+        """Take in one event, and decide nothing that ``steer`` decides."""
         match event:
             case Heard():
                 return self._hear(event.inventory, live=event.live, now_s=event.now_s)
@@ -177,12 +183,10 @@ class Core:
         return [Publish(desired=self.desired)] if self.desired is not None else []
 
     def _tick(self, now_s: float) -> list[Effect]:
-        return [
-            effect
-            for node in self.roll.all()
-            if now_s - node.heard_s >= self.settings.silence_s
-            for effect in self._probe(node.name)
-        ]
+        nodes = self.roll.all()
+        silence_s = self.settings.silence_s + SILENT_ROUNDS * report_every_s(len(nodes))
+        silent = [node.name for node in nodes if now_s - node.heard_s >= silence_s]
+        return [effect for name in self._asking.turn(silent, now_s=now_s) for effect in self._probe(name)]
 
     def _log_moved(self, log_view: LogView, now_s: float) -> list[Effect]:
         before, after = self.log_view.state, log_view.state
@@ -212,8 +216,14 @@ class Core:
         self._extra_step = 0
         self.aim.forget()
         self.commits = self._new_commits()
+        self.holdings = self._new_holdings()
         for node in self.roll.all():
             self.commits.collect(node.inventory)
+            self.roll.told.add(node.name)
+
+    def _new_holdings(self) -> Holdings:
+        attempt = self.log_view.state.attempt
+        return Holdings("", 0) if attempt is None else Holdings(attempt.uid, attempt.world_size)
 
     def _new_commits(self) -> Commits:
         return Commits(
@@ -241,7 +251,8 @@ class Core:
 
     # --- how the job is wanted to be -----------------------------------------------------------------------------
 
-    def _steer(self, now_s: float) -> list[Effect]:
+    def steer(self, now_s: float) -> list[Effect]:
+        """Decide anew how the job is wanted to be, from all that was taken in; return what is to be done."""
         effects = self._steer_phase(now_s)
         effects += self._steer_commit(now_s)
         if self._settled(now_s):
@@ -250,13 +261,14 @@ class Core:
 
     def _settled(self, now_s: float) -> bool:
         """Say whether enough was heard to speak: a coordinator that just began must not let go what it can't see."""
+        if self.desired is not None or now_s - self._started_s >= self.settings.settle_s:
+            return True
         facts = self.log_view.facts
-        missing = facts is not None and any(one.node not in self.roll.nodes for one in facts.world)
-        return not missing or self.desired is not None or now_s - self._started_s >= self.settings.settle_s
+        return facts is None or all(one.node in self.roll.nodes for one in facts.world)
 
     def _steer_phase(self, now_s: float) -> list[Effect]:
         attempt = self.log_view.state.attempt
-        if attempt is None:
+        if attempt is None or self.progress.phase == "applied":  # which is final
             return []
         nodes = self.roll.all()
         awaited = attempt.launch_id != NOBODY
@@ -307,6 +319,7 @@ class Core:
             protected_step=protected_step,
             ready_step=self.log_view.ready_step,
             extra_step=self._extra_step,
+            report_every_s=report_every_s(len(self.roll.nodes)),
             refused=dict(sorted(self.roll.refused.items())),
         )
         version = self.desired.version if self.desired is not None else 0
@@ -317,7 +330,8 @@ class Core:
 
     def _steer_placement(self) -> list[Effect]:
         facts = self.log_view.facts
-        told = self.placing.steer(self.roll.alive(), facts.world if facts is not None else ())
+        world = facts.world if facts is not None else ()
+        told = self.placing.steer(self.roll.alive(), world, moves=self.roll.moves)
         return [effect for level, owner, text in told for effect in self._say(level, f"place {owner}", text)]
 
     def safety(self) -> protection.Safety | None:
@@ -325,14 +339,10 @@ class Core:
         attempt = self.log_view.state.attempt
         if attempt is None:
             return None
-        return protection.assess(
-            self.roll.alive(),
-            attempt_uid=attempt.uid,
-            world=attempt.world_size,
-            copies=self.settings.copies,
-            placed=self.placing.plan.copies,
-            aim=self.aim.step,
-        )
+        for name in sorted(self.roll.told):
+            self.holdings.see(self.roll.nodes[name])
+        self.roll.told.clear()
+        return self.holdings.assess(copies=self.settings.copies, placed=self.placing.plan.copies, aim=self.aim.step)
 
     def _steer_keep(self, safety: protection.Safety | None, now_s: float) -> tuple[tuple[Kept, ...], int]:
         attempt = self.log_view.state.attempt
@@ -355,7 +365,8 @@ class Core:
         if safety is None or not self.placing.plan.copies:
             self.aim.forget()
         else:
-            self.aim.steer(safety, self.roll.alive(), reached=self._reached(), now_s=now_s)
+            reached = self._reached() if self.aim.step else 0
+            self.aim.steer(safety, self.roll.alive(), reached=reached, now_s=now_s)
         return self.aim.step
 
     def _reached(self) -> int:
@@ -368,7 +379,8 @@ class Core:
         attempt = self.log_view.state.attempt
         if attempt is None:
             return []
-        step = leaving.extra_step(self.roll.all(), attempt_uid=attempt.uid, before=self._extra_step)
+        asking = [self.roll.nodes[name] for name in sorted(self.roll.asking)]
+        step = leaving.extra_step(asking, attempt_uid=attempt.uid, before=self._extra_step)
         if step == self._extra_step:
             return []
         self._extra_step = step
@@ -382,7 +394,23 @@ class Core:
         return tuple(Kept(attempt_uid=attempt.uid, step=step) for step in safety.hopeless)
 
     def _view(self) -> AttemptView | None:
-        return attempt_view(self.log_view, self.progress, nodes=self.roll.alive(), objects=self.object_copies())
+        restoring = self.progress.phase in ("opened", "staged")
+        return attempt_view(
+            self.log_view,
+            self.progress,
+            world=self._members(),
+            nodes=self.roll.alive() if restoring else (),
+            objects=self.object_copies() if restoring else (),
+        )
+
+    def _members(self) -> tuple[Member, ...]:
+        """Return where the ranks of the current attempt sit: the same value as before unless that has changed."""
+        facts = self.log_view.facts
+        if facts is not self._world[0]:
+            world = () if facts is None else facts.world
+            members = tuple(Member(rank=one.rank, node=one.node, boot_id=one.boot_id) for one in world)
+            self._world = facts, members
+        return self._world[1]
 
     def _say(self, level: Literal["info", "warning", "error"], subject: str, text: str) -> list[Effect]:
         """Tell people something about a subject, once until it changes."""

@@ -7,7 +7,7 @@ import msgspec
 from toprope.coordinator.core import Core
 from toprope.coordinator.protection import Safety
 from toprope.coordinator.roll import Node
-from toprope.coordinator.wire import Cadence, Copy
+from toprope.coordinator.wire import Cadence
 
 
 class RankLine(msgspec.Struct, frozen=True, kw_only=True):
@@ -98,7 +98,7 @@ def overview(core: Core, *, broker: str, standbys: tuple[str, ...] = (), now_s: 
             why=attempt.why,
         ),
         ranks=_ranks(core, safety),
-        nodes=tuple(_node(core, node, now_s) for node in core.roll.all()),
+        nodes=_nodes(core, now_s),
         copies=core.placing.copies,
         survives=core.placing.plan.survives,
         protected_step=safety.protected_step if safety is not None else 0,
@@ -113,13 +113,16 @@ def _ranks(core: Core, safety: Safety | None) -> tuple[RankLine, ...]:
     if safety is None or facts is None or attempt is None:
         return ()
     lines = []
+    stored: dict[int, int] = {}
+    for copy in core.object_copies():
+        if copy.attempt_uid == attempt.uid:
+            stored[copy.rank] = max(copy.step, stored.get(copy.rank, 0))
     for member in facts.world:
         node = core.roll.nodes.get(member.node)
         there = node is not None and node.alive and node.inventory.boot_id == member.boot_id
         states = node.inventory.ranks if node is not None else ()
         step = max((one.step for one in states if (one.rank, one.attempt_uid) == (member.rank, attempt.uid)), default=0)
-        newest = safety.newest[member.rank]
-        stored = max((copy.step for copy in core.object_copies() if _is(copy, attempt.uid, member.rank)), default=0)
+        newest = core.holdings.newest(member.rank)
         lines.append(
             RankLine(
                 rank=member.rank,
@@ -129,18 +132,20 @@ def _ranks(core: Core, safety: Safety | None) -> tuple[RankLine, ...]:
                 memory=newest.get("memory", 0),
                 peer=newest.get("peer", 0),
                 local=newest.get("local", 0),
-                object=max(stored, newest.get("object", 0)),
+                object=max(stored.get(member.rank, 0), newest.get("object", 0)),
             )
         )
     return tuple(lines)
 
 
-def _is(copy: Copy, attempt_uid: str, rank: int) -> bool:
-    return (copy.attempt_uid, copy.rank) == (attempt_uid, rank)
+def _nodes(core: Core, now_s: float) -> tuple[NodeLine, ...]:
+    holds_for: dict[str, list[str]] = {}
+    for place in () if core.desired is None else core.desired.placement:
+        holds_for.setdefault(place.holder, []).append(place.owner)
+    return tuple(_node(node, now_s, holds_for=tuple(holds_for.get(node.name, ()))) for node in core.roll.all())
 
 
-def _node(core: Core, node: Node, now_s: float) -> NodeLine:
-    holds_for = () if core.desired is None else core.desired.placement
+def _node(node: Node, now_s: float, *, holds_for: tuple[str, ...]) -> NodeLine:
     return NodeLine(
         node=node.name,
         alive=node.alive,
@@ -148,7 +153,7 @@ def _node(core: Core, node: Node, now_s: float) -> NodeLine:
         url=node.url,
         boot_id=node.inventory.boot_id,
         domain=",".join(f"{key}={value}" for key, value in node.domain),
-        holds_for=tuple(place.owner for place in holds_for if place.holder == node.name),
+        holds_for=holds_for,
         bytes=sum(copy.bytes for copy in node.inventory.copies if copy.tier != "object"),
     )
 

@@ -42,6 +42,7 @@ from toprope.coordinator.events import (
     SeenDesired,
     Ticked,
 )
+from toprope.coordinator.extracts import Extracts
 from toprope.coordinator.intents import (
     CommitStep,
     OpenAttempt,
@@ -51,6 +52,7 @@ from toprope.coordinator.intents import (
 from toprope.coordinator.log import Log
 from toprope.coordinator.metrics import Metrics
 from toprope.coordinator.overview import Overview, overview
+from toprope.coordinator.pacing import Pacing
 from toprope.coordinator.ports import BrokerPort, Document, Ports
 from toprope.coordinator.reading import Reader
 from toprope.coordinator.serving import told
@@ -105,6 +107,9 @@ class Coordinator:
         self._requests = 0
         self._news = asyncio.Event()
         self._changed = asyncio.Condition()
+        self._pacing = Pacing()
+        self._decision: asyncio.TimerHandle | None = None
+        self._extracts: Extracts | None = None
         self._unreachable = ""
 
     def gauge(self) -> None:
@@ -127,9 +132,14 @@ class Coordinator:
         """Take in an inventory whose sender is there."""
         self._post(Heard(inventory=inventory, live=True, now_s=_now_s()))
 
-    def desired(self) -> Desired | None:
-        """Return how the job is wanted to be."""
-        return self.core.desired if self.core is not None else None
+    def desired(self, *, node: str = "") -> Desired | None:
+        """Return how the job is wanted to be: all of it, or what a node needs."""
+        whole = self.core.desired if self.core is not None else None
+        if whole is None or not node:
+            return whole
+        if self._extracts is None or self._extracts.whole is not whole:
+            self._extracts = Extracts(whole)
+        return self._extracts.of(node)
 
     async def desired_after(self, term: int, version: int) -> None:
         """Return once there is a Desired newer than (term, version), or the reign is over."""
@@ -274,8 +284,25 @@ class Coordinator:
     def _post(self, event: Event) -> None:
         if self.core is None or self._over:
             return
-        for effect in told(self.core.handle, event, tasks=self._tasks):
+        for effect in told(self._handle, event, tasks=self._tasks):
             self._perform(effect)
+
+    def _handle(self, event: Event) -> tuple[Effect, ...]:
+        """Tell the core of an event; what nodes say may wait until it is decided on together with more of the kind."""
+        assert self.core is not None
+        wait_s = self._pacing.wait_s(now_s=event.now_s) if isinstance(event, Heard | Hinted | Probed) else 0.0
+        if wait_s > 0.0:
+            if self._decision is None:
+                self._decision = asyncio.get_running_loop().call_later(wait_s, self._decide)
+            return tuple(self.core.take(event))
+        began_s = _now_s()
+        effects = self.core.handle(event)
+        self._pacing.took(began_s, _now_s())
+        return effects
+
+    def _decide(self) -> None:
+        self._decision = None
+        self._post(Ticked(now_s=_now_s()))
 
     async def _tick(self) -> None:
         while True:

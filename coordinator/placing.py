@@ -22,16 +22,23 @@ class Placing:
         self.plan: Plan = place((), before={}, copies=copies)
         self._before: Holders = {}
         self._sites: tuple[Site, ...] = ()
+        self._seen: tuple[int, Iterable[Member]] | None = None
 
     def remember(self, placements: Iterable[Placement]) -> None:
         """Take over the placement of the reign before, as far as it still does."""
         before: Holders = {}
         for one in placements:
             before[one.owner] = (*before.get(one.owner, ()), one.holder)
-        self._before, self._sites = before, ()
+        self._before, self._sites, self._seen = before, (), None
 
-    def steer(self, nodes: Sequence[Node], world: Iterable[Member]) -> list[Told]:
-        """Place anew if anything has changed for it among the living ``nodes``; return what people should know."""
+    def steer(self, nodes: Sequence[Node], world: Iterable[Member], *, moves: int) -> list[Told]:
+        """Place anew if anything has changed for it among the living ``nodes``; return what people should know.
+
+        ``moves`` is another number whenever the nodes have changed in a way that may matter here.
+        """
+        if self._seen is not None and self._seen[0] == moves and self._seen[1] is world:
+            return []
+        self._seen = moves, world
         boots = {node.name: node.inventory.boot_id for node in nodes}
         ranks = dict.fromkeys(boots, 0)
         for member in world:

@@ -7,6 +7,7 @@ newest complete step goes first, but a step that is being read back is finished:
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -24,16 +25,6 @@ class Receipt:
     copy: Copy
 
 
-Book = Mapping[tuple[int, int], Receipt]
-"""Receipts of the current attempt by step and rank."""
-
-
-def complete_steps(book: Book, *, world: int, last_step: int) -> tuple[int, ...]:
-    """Return the steps after ``last_step`` of which each rank has a receipt, newest first."""
-    steps = {step for step, _ in book if step > last_step}
-    return tuple(s for s in sorted(steps, reverse=True) if all((s, rank) in book for rank in range(world)))
-
-
 def next_step(steps: Sequence[int], *, dead: Iterable[int], under_way: int) -> int:
     """Return which complete step to commit next (0: none): the one under way, else the newest that is not ``dead``."""
     usable = [step for step in steps if step not in set(dead)]
@@ -42,21 +33,28 @@ def next_step(steps: Sequence[int], *, dead: Iterable[int], under_way: int) -> i
 
 def assign(receipts: Sequence[Receipt], readers: Sequence[str], *, done: Mapping[str, str]) -> tuple[ReadBackTask, ...]:
     """Return who is to read back which object; ``done`` are the digests found so far, by key."""
-    tasks = []
-    for receipt in receipts:
-        copy = receipt.copy
-        if copy.key in done:
-            continue
-        others = [name for name in sorted(readers) if name != receipt.node] or [HERE]
-        tasks.append(
-            ReadBackTask(
-                node=others[copy.rank % len(others)],
-                key=copy.key,
-                bytes=copy.stored_bytes,
-                digest=copy.stored_digest,
-            )
+    names = sorted(readers)
+    return tuple(
+        ReadBackTask(
+            node=_other(names, receipt.node, number=receipt.copy.rank),
+            key=receipt.copy.key,
+            bytes=receipt.copy.stored_bytes,
+            digest=receipt.copy.stored_digest,
         )
-    return tuple(tasks)
+        for receipt in receipts
+        if receipt.copy.key not in done
+    )
+
+
+def _other(names: Sequence[str], writer: str, *, number: int) -> str:
+    """Return one of the sorted ``names`` by its number, round and round, as if the writer were not among them."""
+    at = bisect_left(names, writer)
+    among = at < len(names) and names[at] == writer
+    others = len(names) - among
+    if not others:
+        return HERE
+    chosen = number % others
+    return names[chosen + 1 if among and chosen >= at else chosen]
 
 
 def spoiled(receipts: Sequence[Receipt], done: Mapping[str, str]) -> str:

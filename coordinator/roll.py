@@ -60,6 +60,13 @@ class Roll:
     refused: dict[str, str] = field(default_factory=dict)
     over: set[str] = field(default_factory=set)
     last_wills: dict[str, str] = field(default_factory=dict)
+    told: set[str] = field(default_factory=set)
+    """Nodes that have said something, come, or gone, since somebody has emptied this."""
+    asking: set[str] = field(default_factory=set)
+    """Nodes with ranks that are about to end, or know that ranks are."""
+    moves: int = 0
+    """Grows with each change of who is alive and where."""
+    _listed: tuple[Node, ...] | None = None
 
     def hear(self, inventory: Inventory, *, now_s: float, live: bool) -> Heard:
         """Take in a document. ``live``: its sender was there just now (it came by HTTP), whatever its version."""
@@ -77,7 +84,7 @@ class Roll:
             return "contested"
         newer = inventory.version > known.inventory.version
         if newer or live:
-            self.nodes[inventory.node] = Node(inventory=inventory if newer else known.inventory, heard_s=now_s)
+            self._put(Node(inventory=inventory if newer else known.inventory, heard_s=now_s))
         return "news" if newer else "known"
 
     def _take(self, inventory: Inventory, now_s: float) -> Heard:
@@ -87,7 +94,7 @@ class Roll:
         self.newcomers.pop(inventory.node, None)
         self.refused.pop(inventory.incarnation, None)
         gone = self.last_wills.get(inventory.node) == inventory.incarnation
-        self.nodes[inventory.node] = Node(inventory=inventory, heard_s=now_s, hinted_dead=gone)
+        self._put(Node(inventory=inventory, heard_s=now_s, hinted_dead=gone))
         return "news"
 
     def hint(self, presence: Presence) -> bool:
@@ -99,7 +106,7 @@ class Roll:
         known = self.nodes.get(presence.node)
         if known is None or known.inventory.incarnation != presence.incarnation:
             return False
-        self.nodes[presence.node] = replace(known, hinted_dead=not presence.alive)
+        self._put(replace(known, hinted_dead=not presence.alive))
         return known.alive and not presence.alive
 
     def answered(self, name: str, inventory: Inventory | None, *, now_s: float, silent_probes_max: int) -> bool:
@@ -125,7 +132,7 @@ class Roll:
             return True
         silent = known.silent_probes + 1
         gone = known.hinted_dead or silent >= silent_probes_max
-        self.nodes[name] = replace(known, silent_probes=silent, alive=known.alive and not gone)
+        self._put(replace(known, silent_probes=silent, alive=known.alive and not gone))
         return known.alive and gone
 
     def _follows(self, before: Inventory, inventory: Inventory) -> bool:
@@ -145,10 +152,26 @@ class Roll:
             del self.refused[oldest]
         return True
 
+    def _put(self, node: Node) -> None:
+        before = self.nodes.get(node.name)
+        self.nodes[node.name], self._listed = node, None
+        if before is None or before.alive != node.alive or before.inventory is not node.inventory:
+            self.told.add(node.name)
+            about_to_end = any(state.ask is not None or state.extra_step for state in node.inventory.ranks)
+            (self.asking.add if about_to_end else self.asking.discard)(node.name)
+        if before is None or _place(before) != _place(node):
+            self.moves += 1
+
     def alive(self) -> tuple[Node, ...]:
         """Return the nodes believed alive, by name."""
-        return tuple(node for _, node in sorted(self.nodes.items()) if node.alive)
+        return tuple(node for node in self.all() if node.alive)
 
     def all(self) -> tuple[Node, ...]:
         """Return all nodes that were ever heard in this reign, by name."""
-        return tuple(node for _, node in sorted(self.nodes.items()))
+        if self._listed is None:
+            self._listed = tuple(node for _, node in sorted(self.nodes.items()))
+        return self._listed
+
+
+def _place(node: Node) -> tuple[bool, str, str, dict[str, str]]:
+    return node.alive, node.inventory.boot_id, node.url, node.inventory.domain

@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
 
 from toprope.coordinator.adapters.broker import embedded
@@ -25,6 +26,8 @@ from toprope.store.log.records import Base
 from toprope.store.objects.opening import open_store, sweep_uploads
 from toprope.store.objects.protocol import ObjectStore
 
+STORE_THREADS = 32
+"""A store answers many requests at once, and each waits for its answer in a thread."""
 _LOG = logging.getLogger("toprope.coordinator")
 
 
@@ -45,6 +48,8 @@ async def run(config: Config, wrap: Wrap = unwrapped) -> None:
 
 
 async def _run(config: Config, wrap: Wrap, stack: AsyncExitStack, stop: asyncio.Event) -> None:
+    threads = ThreadPoolExecutor(STORE_THREADS, thread_name_prefix="store")
+    asyncio.get_running_loop().set_default_executor(threads)
     store = await asyncio.to_thread(lambda: open_store(config.store, write=True))
     await _sweep(config)
     terms = Terms(config, base=await _base(config, store))

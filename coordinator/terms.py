@@ -203,9 +203,9 @@ class Terms:
         """Take in an inventory whose sender is there."""
         self._leading().heard(inventory)
 
-    def desired(self) -> Desired | None:
-        """Return how the job is wanted to be."""
-        return self._leading().desired()
+    def desired(self, *, node: str = "") -> Desired | None:
+        """Return how the job is wanted to be: all of it, or what a node needs."""
+        return self._leading().desired(node=node)
 
     async def desired_after(self, term: int, version: int) -> None:
         """Return once there is a Desired newer than (term, version)."""

@@ -8,10 +8,12 @@ broker, by HTTP. *OpenRequest* asks for an attempt; asked twice with the same la
 *Health* is what a coordinator says of itself, as leader or as one that stands by.
 
 Topics: ``toprope/<job>/nodes/<node>/inventory``, ``toprope/<job>/nodes/<node>/presence`` (last will),
-``toprope/<job>/desired``, ``toprope/<job>/coordinator/presence`` (not retained). Coordinator HTTP:
+``toprope/<job>/nodes/<node>/desired`` (what this node needs of it), ``toprope/<job>/desired`` (the whole),
+``toprope/<job>/coordinator/presence`` (not retained). Coordinator HTTP:
 ``PUT /v1/nodes/<node>/inventory`` answers desired; ``POST /v1/attempts`` takes an OpenRequest and answers OpenAnswer;
-``GET /v1/desired``, ``GET /v1/status``, ``GET /healthz``, ``GET /metrics``; one that stands by answers 409, and the
-leader's url in the header ``Toprope-Leader``, to all but the last two. Sidecar HTTP:
+``GET /v1/desired?node=N`` (what N needs of it; without, the whole),
+``GET /v1/status``, ``GET /healthz``, ``GET /metrics``; one that stands by answers 409, and the leader's url in the
+header ``Toprope-Leader``, to all but the last two. Sidecar HTTP:
 ``GET /v1/inventory?after=V&wait_s=S`` (long poll), ``GET /v1/copies/<attempt_uid>/<step>/<rank>?tier=T`` (the image, or
 a ``Range`` of it), ``.../parts?tier=T`` (what lies where in it, each part's digest),
 ``POST /v1/copies/<attempt_uid>/<step>/<rank>/ack``, ``GET /healthz``, ``GET /metrics``.
@@ -37,8 +39,13 @@ TIERS: tuple[Tier, ...] = ("memory", "peer", "local", "object")
 """Nearest first: the order in which a restore tries them."""
 
 
-class _Document(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    pass
+class _Document(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True, gc=False):
+    """Holds no cycle, and a large job has a million of them: the garbage collector need not look at any."""
+
+
+def _format() -> int:
+    """Return the format, which is a default that is said all the same."""
+    return FORMAT
 
 
 class RankVerdict(_Document, frozen=True, kw_only=True):
@@ -134,7 +141,7 @@ class Inventory(_Document, frozen=True, kw_only=True):
     more than it lists, for it has not read yet all that was sealed or that an earlier life left; ask again.
     """
 
-    format: int = FORMAT
+    format: int = msgspec.field(default_factory=_format)
     job: str
     job_uid: str
     node: str
@@ -258,7 +265,7 @@ class ReadBackTask(_Document, frozen=True, kw_only=True):
 class Desired(_Document, frozen=True, kw_only=True):
     """How the coordinator of ``term`` wants the job to be. The greatest (term, version) wins."""
 
-    format: int = FORMAT
+    format: int = msgspec.field(default_factory=_format)
     job: str
     job_uid: str
     term: int
@@ -278,6 +285,8 @@ class Desired(_Document, frozen=True, kw_only=True):
     ready_step: int = 0
     extra_step: int = 0
     """A step of the current attempt that all ranks save, due or not, and after which they end; 0: none."""
+    report_every_s: float = 0.0
+    """So long a node waits from one inventory that it publishes to the next: so many nodes are there."""
     refused: dict[str, str] = {}
     """Nodes whose sidecar is not wanted, by incarnation, each with the reason."""
 
@@ -289,7 +298,7 @@ class Health(_Document, frozen=True, kw_only=True):
     long ago it has read the log to its end.
     """
 
-    format: int = FORMAT
+    format: int = msgspec.field(default_factory=_format)
     job: str
     job_uid: str
     role: Role

@@ -95,8 +95,18 @@ class Documents:
                 await changed.wait()
             elif await self._broker.publish_inventory(newest):
                 self._broker_version = newest.version
+                await self._pause()
             else:
                 await asyncio.sleep(RETRY_S)
+
+    def _report_every_s(self) -> float:
+        desired = self._core.desired
+        return desired.report_every_s if desired is not None else 0.0
+
+    async def _pause(self) -> None:
+        """Wait, in a large job, so that the inventories of all nodes together are not too many to read."""
+        if self._report_every_s():
+            await asyncio.sleep(self._report_every_s())
 
     async def report(self) -> None:
         """Tell the coordinator by HTTP what no broker takes: at once without one, after a second with a slow one."""
@@ -110,12 +120,13 @@ class Documents:
                 reported = reported if self._broker.connected() else 0
                 continue
             if self._broker.connected():
-                await asyncio.sleep(HTTP_REPORT_AFTER_S)
+                await asyncio.sleep(HTTP_REPORT_AFTER_S + self._report_every_s())
                 if self._broker_version >= newest.version:
                     continue
             with self._asking():
                 self.take_desired(await self._coordinator.put_inventory(newest))
                 reported = newest.version
+                await self._pause()
             if reported != newest.version:
                 await asyncio.sleep(RETRY_S)
 
@@ -128,7 +139,7 @@ class Documents:
             before = self._core.desired
             if self._broker.connected():
                 for _ in range(HTTP_CHECK_ROUNDS):
-                    await asyncio.sleep(RETRY_S)
+                    await asyncio.sleep(RETRY_S + self._report_every_s())
                     if not self._broker.connected():
                         break
                 before = None

@@ -195,7 +195,13 @@ def _ports(
     broker: MqttBroker | NoBroker,
     session: aiohttp.ClientSession,
 ) -> Ports:
-    coordinator = HttpCoordinator(session, urls=config.coordinators, token=config.token, current=core.coordinator_url)
+    coordinator = HttpCoordinator(
+        session,
+        node=config.node,
+        urls=config.coordinators,
+        token=config.token,
+        current=core.coordinator_url,
+    )
     peers = HttpPeers(
         session,
         node=config.node,

@@ -48,8 +48,8 @@ class Service(Protocol):
     def heard(self, inventory: Inventory) -> None:
         """Take in an inventory whose sender is there."""
 
-    def desired(self) -> Desired | None:
-        """Return how the job is wanted to be; None: not known yet."""
+    def desired(self, *, node: str = "") -> Desired | None:
+        """Return how the job is wanted to be, all of it or what a node needs; None: not known yet."""
 
     async def desired_after(self, term: int, version: int) -> None:
         """Return once there is a Desired newer than (term, version)."""
@@ -121,7 +121,7 @@ class _Routes:
         if inventory.node != request.match_info["node"]:
             raise web.HTTPBadRequest(text="the inventory names another node than its url\n")
         self._service.heard(inventory)
-        return self._desired()
+        return self._desired(node=inventory.node)
 
     async def post_attempt(self, request: web.Request) -> web.Response:
         try:
@@ -140,7 +140,10 @@ class _Routes:
         return _json(encode(answer))
 
     async def get_desired(self, request: web.Request) -> web.Response:
-        """Answer the Desired: with ``after`` (``term.version``) and ``wait_s``, once it is newer or time is up."""
+        """Answer the Desired: with ``after`` (``term.version``) and ``wait_s``, once it is newer or time is up.
+
+        With ``node``: what that node needs.
+        """
         after, wait_s = request.query.get("after", ""), request.query.get("wait_s", "0")
         if after:
             try:
@@ -153,10 +156,10 @@ class _Routes:
                     await self._service.desired_after(term, version)
             except TimeoutError:
                 pass
-        return self._desired()
+        return self._desired(node=request.query.get("node", ""))
 
-    def _desired(self) -> web.Response:
-        desired = self._service.desired()
+    def _desired(self, *, node: str) -> web.Response:
+        desired = self._service.desired(node=node)
         if desired is None:
             raise web.HTTPServiceUnavailable(text="not known yet: waiting to hear the nodes\n")
         return _json(encode(desired))

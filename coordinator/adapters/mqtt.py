@@ -10,7 +10,9 @@ import secrets
 from collections.abc import Callable, Sequence
 
 import aiomqtt
+import msgspec
 
+from toprope.coordinator.extracts import Extracts
 from toprope.coordinator.ports import Document
 from toprope.coordinator.settings import Address
 from toprope.coordinator.wire import (
@@ -30,6 +32,7 @@ from toprope.store.names import checked_id
 
 _KEEPALIVE_S = 5
 _TIMEOUT_S = 5.0
+_AGAIN_S = 0.2
 _BACK_OFF_S = (0.1, 0.2, 0.5, 1.0, 2.0)
 _MAX_PRESENCE_BYTES = 4096
 _LOG = logging.getLogger("toprope.coordinator")
@@ -55,19 +58,45 @@ class Mqtt:
         self._connected = connected
         self._client: aiomqtt.Client | None = None
         self._publishing: asyncio.Timeout | None = None
+        self._extracts: Extracts | None = None
+        self._whole = b""
+        self._nodes: dict[str, Desired | None] = {}
+        """Who was heard over this connection, and what each was told last."""
 
     async def publish(self, desired: Desired) -> None:
-        """Publish the retained document. Without a connection nothing is done: a new one publishes anew."""
+        """Publish the document: to each node what it needs of it, where that has changed, and then the whole.
+
+        All are retained. Without a connection nothing is done: a new one publishes anew.
+        """
         client = self._client
         if client is None:
             return
-        try:
-            async with asyncio.timeout(_TIMEOUT_S) as self._publishing:
-                await client.publish(f"toprope/{self._job}/desired", encode(desired), qos=1, retain=True)
-        except (aiomqtt.MqttError, TimeoutError) as error:
-            _LOG.warning("desired version %d was not published: %s", desired.version, error)
-        finally:
-            self._publishing = None
+        self._extracts, self._whole = Extracts(desired), encode(desired)
+        while self._client is client:
+            try:
+                async with asyncio.timeout(_TIMEOUT_S) as self._publishing:
+                    for node in sorted(self._nodes):
+                        await self._tell(client, node)
+                    await client.publish(f"toprope/{self._job}/desired", self._whole, qos=1, retain=True)
+            except (aiomqtt.MqttError, TimeoutError) as error:
+                _LOG.warning(
+                    "desired version %d was not published: %s", desired.version, str(error) or "no answer in time"
+                )
+                await asyncio.sleep(_AGAIN_S)
+            else:
+                return
+            finally:
+                self._publishing = None
+
+    async def _tell(self, client: aiomqtt.Client, node: str) -> None:
+        """Publish what a node needs. Nothing is waited for: the whole comes after it, and that is acknowledged."""
+        if self._extracts is None:
+            return
+        extract, told = self._extracts.of(node), self._nodes.get(node)
+        if told is not None and msgspec.structs.replace(extract, version=told.version) == told:
+            return
+        await client.publish(f"toprope/{self._job}/nodes/{node}/desired", encode(extract), qos=0, retain=True)
+        self._nodes[node] = extract
 
     async def beat(self, health: Health) -> None:
         """Publish the leader's presence, which is not retained: one that is old says nothing."""
@@ -104,23 +133,33 @@ class Mqtt:
             keepalive=_KEEPALIVE_S,
             timeout=_TIMEOUT_S,
         )
+        self._extracts, self._whole = None, b""
+        self._nodes.clear()
         async with client:
             await client.subscribe([(f"toprope/{self._job}/{topic}", 1) for topic in self._topics])
             self._client, self.is_connected = client, True
             _LOG.info("broker %s is connected", self.broker)
             self._connected()
             async for message in client.messages:
-                self._take(message)
+                node = self._take(message)
+                if node and node not in self._nodes:
+                    self._nodes[node] = None
+                    await self._tell(client, node)
 
-    def _take(self, message: aiomqtt.Message) -> None:
-        body = message.payload
-        if not body:
-            return
-        topic = str(message.topic)
+    def _take(self, message: aiomqtt.Message) -> str:
+        """Deliver a document; return the node that it is from, if it is from one."""
+        body, topic = message.payload, str(message.topic)
+        if not body or body == self._whole:  # what we have published ourselves
+            return ""
         try:
-            self._deliver(_document(topic, body))
+            document = _document(topic, body)
         except DocumentError as error:
             _LOG.warning("a document on %s was ignored: %s", topic, error)
+            return ""
+        if isinstance(document, Desired):  # another coordinator's: it may have told the nodes as well
+            self._nodes = dict.fromkeys(self._nodes)
+        self._deliver(document)
+        return document.node if isinstance(document, Inventory | Presence) else ""
 
 
 def _is_cancelled() -> bool:

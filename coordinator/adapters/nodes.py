@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Literal
 
 import aiohttp
@@ -9,17 +10,21 @@ import aiohttp
 from toprope.coordinator.serving import limited_body
 from toprope.coordinator.wire import MAX_HEALTH_BYTES, MAX_INVENTORY_BYTES, DocumentError, Health, Inventory, decode
 
+ASKED_AT_ONCE = 64
+"""Of thousands the last would not have answered in time only because it had not been asked."""
+
 
 class HttpNodes:
     """A ``NodesPort`` that asks ``GET /v1/inventory``."""
 
     def __init__(self, session: aiohttp.ClientSession) -> None:
         self._session = session
+        self._at_once = asyncio.Semaphore(ASKED_AT_ONCE)
 
     async def inventory(self, url: str) -> Inventory | None:
         """Return what the sidecar at this url holds now; None when it does not say so in time."""
         try:
-            async with self._session.get(f"{url}/v1/inventory") as answer:
+            async with self._at_once, self._session.get(f"{url}/v1/inventory") as answer:
                 if answer.status != 200:  # noqa: PLR2004 - HTTP's ok
                     return None
                 body = await limited_body(answer, limit=MAX_INVENTORY_BYTES)

@@ -105,7 +105,7 @@ class MqttBroker:
 
     async def _converse(self, client: aiomqtt.Client, on_desired: Callable[[Desired], None]) -> None:
         await client.publish(self._topic("presence"), encode(self._presence), qos=1, retain=True)
-        await client.subscribe(f"toprope/{self._job}/desired", qos=1)
+        await client.subscribe(self._topic("desired"), qos=1)
         self._client = client
         metrics.BROKER_UP.set(1)
         log.info("broker %s:%d: connected", self._address.host, self._address.port)

@@ -47,9 +47,16 @@ class HttpCoordinator:
     """
 
     def __init__(
-        self, session: aiohttp.ClientSession, *, urls: tuple[str, ...], token: str, current: Callable[[], str]
+        self,
+        session: aiohttp.ClientSession,
+        *,
+        node: str,
+        urls: tuple[str, ...],
+        token: str,
+        current: Callable[[], str],
     ) -> None:
         self._session = session
+        self._node = node
         self._urls = tuple(url.rstrip("/") for url in urls)
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._current = current
@@ -63,9 +70,9 @@ class HttpCoordinator:
 
     async def get_desired(self, *, newer_than: Desired | None) -> Desired:
         """Return its document, as soon as it is newer than one that is known or a while has passed."""
-        path, timeout_s = "/v1/desired", REQUEST_TIMEOUT_S
+        path, timeout_s = f"/v1/desired?node={self._node}", REQUEST_TIMEOUT_S
         if newer_than is not None:
-            path += f"?after={newer_than.term}.{newer_than.version}&wait_s={WATCH_S:g}"
+            path += f"&after={newer_than.term}.{newer_than.version}&wait_s={WATCH_S:g}"
             timeout_s += WATCH_S
         return _decoded(await self._ask("GET", path, body=None, timeout_s=timeout_s), Desired)
 

@@ -43,7 +43,7 @@ class Ear:
     def heard(self, inventory: Inventory) -> None:
         self.heard_all.append(inventory)
 
-    def desired(self) -> Desired | None:
+    def desired(self, *, node: str = "") -> Desired | None:
         return None
 
     async def desired_after(self, term: int, version: int) -> None:

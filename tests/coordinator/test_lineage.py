@@ -91,7 +91,7 @@ def test_a_commit_of_an_earlier_attempt_that_failed_says_nothing_of_this_ones() 
 
 @pytest.mark.parametrize(("at_hand", "kept"), [((2, 4), 4), ((2,), 2)])
 def test_a_step_that_is_nowhere_any_more_is_kept_no_longer(at_hand: tuple[int, ...], kept: int) -> None:
-    safety = Safety(protected_step=0, guarded_step=0, at_hand_step=2, newest={}, at_hand=frozenset(at_hand))
+    safety = Safety(protected_step=0, guarded_step=0, at_hand_step=2, at_hand=frozenset(at_hand))
     before = (Kept(attempt_uid=LAUNCH, step=4),)
     found = keep(safety, attempt_uid=LAUNCH, source=None, before=before, can_protect=True)
     assert found == (Kept(attempt_uid=LAUNCH, step=kept),)

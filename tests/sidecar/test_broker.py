@@ -55,7 +55,7 @@ class Watcher:
 
     def say(self, desired: Desired) -> None:
         """Publish the coordinator's document."""
-        self.client.publish("toprope/job/desired", encode(desired), qos=1, retain=True).wait_for_publish(10.0)
+        self.client.publish(f"{self.node}/desired", encode(desired), qos=1, retain=True).wait_for_publish(10.0)
 
 
 @contextmanager

@@ -66,7 +66,9 @@ async def asking(servers: Coordinators, known: Sequence[str], *, current: str = 
     """Yield the adapter of a sidecar that was told these coordinators, and by its document the ``current`` one."""
     urls = tuple(servers.urls.get(name, name) for name in known)
     async with aiohttp.ClientSession() as session:
-        yield HttpCoordinator(session, urls=urls, token="", current=lambda: servers.urls.get(current, current))
+        yield HttpCoordinator(
+            session, node="a", urls=urls, token="", current=lambda: servers.urls.get(current, current)
+        )
 
 
 async def test_one_that_stands_by_points_to_the_leader_that_nobody_was_told_of() -> None:

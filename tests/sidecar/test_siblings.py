@@ -15,8 +15,7 @@ from tests.support.stores import JobBuilder, safetensors_image, shard_image
 from toprope.coordinator.commits import Commits
 from toprope.coordinator.effects import Commit
 from toprope.coordinator.intents import CommitStep, make_manifest
-from toprope.coordinator.readiness import Receipt
-from toprope.coordinator.wire import Copy, ReadBackTask
+from toprope.coordinator.wire import Copy, Inventory, ReadBackTask
 from toprope.sidecar.object_tier import ObjectTier
 from toprope.sidecar.packing import Codec
 from toprope.sidecar.siblings import Siblings
@@ -210,8 +209,19 @@ class Way:
         self.commits = Commits(attempt=state.attempt, last_step=0, retry_s=1.0, read_back_deadline_s=60.0)
 
     def told(self, *copies: Copy) -> None:
-        for copy in copies:
-            self.commits.receipts.setdefault((copy.step, copy.rank), {})[copy.key] = Receipt(node="a", copy=copy)
+        self.commits.collect(
+            Inventory(
+                job="job",
+                job_uid="",
+                node="a",
+                boot_id="",
+                incarnation="",
+                version=1,
+                url="http://a",
+                domain={},
+                copies=copies,
+            )
+        )
 
     def uploaded(self, ranks: range, *, nonce: str) -> list[Copy]:
         return [put(self.tier, self.builder, step=10, rank=rank, nonce=f"{nonce}{rank}") for rank in ranks]

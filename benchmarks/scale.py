@@ -1,0 +1,196 @@
+"""One coordinator and one broker under the load of thousands of nodes: how fast it decides, and what that costs.
+
+The coordinator and the broker are real processes; the nodes are played by this one (``toprope.chaos.live.fleet``),
+which shares the machine with them. A decision counts from the last report that it rests on, as it leaves its node,
+until a node knows: through the broker, the coordinator, and the broker again.
+
+    python benchmarks/scale.py [--nodes 2048] [--ranks-per-node 8] [--every 10] [--snapshots 12] [--json FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import platform
+import sys
+import tempfile
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from toprope.chaos.live.broker import start_broker
+from toprope.chaos.live.fleet import Fleet
+from toprope.chaos.live.processes import Process, free_port, wait_ready
+from toprope.coordinator.settings import Address
+
+JOB = "scale"
+STEPS = 10
+"""Training steps from one snapshot to the next."""
+LOCAL_EVERY, OBJECT_EVERY = 2, 8
+"""Of so many snapshots one goes to the local and one to the object tier."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
+    """What a process has used so far, and its memory."""
+
+    cpu_s: float
+    rss_mib: float
+    peak_mib: float
+
+    @staticmethod
+    def of(process: Process) -> Usage:
+        """Read it from /proc."""
+        fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
+        status = dict(line.split(":", 1) for line in Path(f"/proc/{process.pid}/status").read_text().splitlines())
+        ticks = int(fields[11]) + int(fields[12])
+        return Usage(
+            cpu_s=ticks / os.sysconf("SC_CLK_TCK"),
+            rss_mib=int(status["VmRSS"].split()[0]) / 1024,
+            peak_mib=int(status["VmHWM"].split()[0]) / 1024,
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--nodes", type=int, default=2048)
+    parser.add_argument("--ranks-per-node", type=int, default=8)
+    parser.add_argument("--every", type=float, default=10.0, help="seconds from one snapshot to the next")
+    parser.add_argument("--snapshots", type=int, default=12)
+    parser.add_argument("--connections", type=int, default=16, help="to the broker, each for many nodes")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--profile", type=Path, help="profile the coordinator into this file")
+    parser.add_argument("--json", type=Path, help="write the figures as JSON too")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="toprope-scale-") as directory:
+        figures = measure(options, Path(directory))
+    show(figures)
+    if options.json is not None:
+        options.json.write_text(json.dumps(figures, indent=2) + "\n")
+
+
+def measure(options: argparse.Namespace, directory: Path) -> dict[str, Any]:
+    """Run the load once and return the figures."""
+    broker = Address(host="127.0.0.1", port=free_port())
+    running = [start_broker(port=broker.port, directory=directory, log=directory / "broker.log")]
+    try:
+        running.append(_coordinator(directory, broker, profile=options.profile))
+        url = wait_ready(running[1], directory / "coordinator.ready")["url"]
+        fleet = Fleet(
+            JOB,
+            nodes=options.nodes,
+            ranks_per_node=options.ranks_per_node,
+            store=directory / "store",
+            connections=options.connections,
+            seed=options.seed,
+        )
+        figures = asyncio.run(_measured(fleet, options, url=url, broker=broker, processes=running))
+        log = (directory / "coordinator.log").read_text().splitlines()
+        return figures | {"warnings": [line for line in log if " WARNING " in line or " ERROR " in line]}
+    except TimeoutError as error:
+        sys.stderr.write((directory / "coordinator.log").read_text()[-4000:])
+        raise SystemExit(str(error)) from error
+    finally:
+        for process in reversed(running):
+            process.stop()
+
+
+def _coordinator(directory: Path, broker: Address, *, profile: Path | None) -> Process:
+    python = [sys.executable, *(["-m", "cProfile", "-o", str(profile.absolute())] if profile is not None else [])]
+    words = [*python, "-m", "toprope", "coordinator", "--job", JOB, "--store", str(directory / "store")]
+    words += ["--broker", str(broker), "--ready-file", str(directory / "coordinator.ready"), "--every", str(STEPS)]
+    words += ["--local-every", str(LOCAL_EVERY * STEPS), "--object-every", str(OBJECT_EVERY * STEPS)]
+    (directory / "store").mkdir()
+    return Process("coordinator", words, log=directory / "coordinator.log")
+
+
+async def _measured(
+    fleet: Fleet, options: argparse.Namespace, *, url: str, broker: Address, processes: list[Process]
+) -> dict[str, Any]:
+    loop = asyncio.get_running_loop()
+    async with fleet.running(coordinator=url, broker=broker):
+        began_s = loop.time()
+        await fleet.arrive()
+        came_s = loop.time()
+        await fleet.open()
+        applied_s = loop.time()
+        _tell(f"{len(fleet.nodes)} nodes came in {came_s - began_s:.1f} s, opened in {applied_s - came_s:.1f} s")
+        opening = Usage.of(processes[1])
+        fleet.counts.clear()
+        before, since_s = [Usage.of(process) for process in processes], loop.time()
+        for number in range(1, options.snapshots + 1):
+            fleet.snapshot(number * STEPS, local=number % LOCAL_EVERY == 0, store=number % OBJECT_EVERY == 0)
+            await asyncio.sleep(max(0.0, since_s + number * options.every - loop.time()))
+            _tell(f"snapshot {number} of {options.snapshots}")
+        wall_s, after = loop.time() - since_s, [Usage.of(process) for process in processes]
+        counts = Counter(fleet.counts)
+        await fleet.wait(lambda: _are_known(fleet), what="every decision is known to every node", timeout_s=120)
+    return {
+        "machine": {"cpus": os.cpu_count(), "machine": platform.machine(), "python": platform.python_version()},
+        "nodes": len(fleet.nodes),
+        "ranks": fleet.world,
+        "snapshots": options.snapshots,
+        "every_s": options.every,
+        "arrival_s": came_s - began_s,
+        "opening_s": applied_s - came_s,
+        "opening_cpu_s": opening.cpu_s,
+        "protected_s": _latencies(fleet.protected.values()),
+        "ready_s": _latencies(fleet.ready.values()),
+        "processes": {
+            process.name: {
+                "cores": (now.cpu_s - then.cpu_s) / wall_s,
+                "rss_mib": now.rss_mib,
+                "peak_mib": now.peak_mib,
+            }
+            for process, then, now in zip(processes, before, after, strict=True)
+        },
+        "per_second": {what: count / wall_s for what, count in sorted(counts.items())},
+    }
+
+
+def _are_known(fleet: Fleet) -> bool:
+    steps = [*fleet.protected.values(), *fleet.ready.values()]
+    return all(len(step.known_s) == len(fleet.nodes) for step in steps)
+
+
+def _latencies(steps: Any) -> dict[str, float]:  # noqa: ANN401 - what .values() gives
+    """Return of all decisions and nodes the time from the last report to knowing: some quantiles."""
+    found: list[float] = sorted(known_s - step.told_s for step in steps for known_s in step.known_s)
+    first = sorted(min(step.known_s) - step.told_s for step in steps)
+    if not found:
+        return {}
+    return {
+        "first_node_p50": first[len(first) // 2],
+        "p50": found[len(found) // 2],
+        "p99": found[min(len(found) - 1, int(len(found) * 0.99))],
+        "max": found[-1],
+    }
+
+
+def show(figures: dict[str, Any]) -> None:
+    """Print the figures."""
+    print(
+        f"{figures['nodes']} nodes, {figures['ranks']} ranks, {figures['snapshots']} snapshots, one each "
+        f"{figures['every_s']:g} s, {figures['machine']['cpus']} CPUs for all"
+    )
+    print(f"came in {figures['arrival_s']:.1f} s, attempt applied in {figures['opening_s']:.1f} s")
+    for name in ("protected_s", "ready_s"):
+        quantiles = ", ".join(f"{what} {value:.3f} s" for what, value in figures[name].items())
+        print(f"{name.removesuffix('_s'):10} {quantiles or 'not measured'}")
+    for name, used in figures["processes"].items():
+        print(f"{name:12} {used['cores']:.2f} cores, {used['rss_mib']:.0f} MiB now, {used['peak_mib']:.0f} MiB at most")
+    for line in figures["warnings"][:20]:
+        print(line[:300])
+    for what, count in figures["per_second"].items():
+        print(f"{what:28} {count:14.1f} / s")
+
+
+def _tell(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,501 @@
+"""Many nodes at once, as a coordinator sees them: what their sidecars say and hear, without trainers and without bytes.
+
+A node of the fleet says what a sidecar would say, when it would say it, over the real broker and the real HTTP: that
+ranks have sealed, that a holder has pulled, that a shard is stored, that it was read back. Its shards do not exist, but
+for the indexes, which the coordinator reads. A connection to the broker stands for many nodes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import heapq
+import itertools
+import random
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import aiohttp
+import aiomqtt
+from aiohttp import web
+
+from toprope.coordinator.adapters.http import served
+from toprope.coordinator.settings import Address
+from toprope.coordinator.wire import (
+    MAX_DESIRED_BYTES,
+    Copy,
+    Desired,
+    Inventory,
+    Member,
+    OpenAnswer,
+    OpenRequest,
+    Presence,
+    RankState,
+    RankVerdict,
+    ReadBack,
+    Tier,
+    decode,
+    encode,
+)
+from toprope.store.checkpoint import manifest
+from toprope.store.checkpoint.manifest import File, Head, Index, Tensor
+from toprope.store.names import index_key, shard_key
+
+KEPT: dict[Tier, int] = {"memory": 3, "peer": 2, "local": 2, "object": 8}
+"""So many steps of a rank a sidecar lists in each tier."""
+SHARD_BYTES = 10 * 10**9
+LAUNCH = "1a" * 16
+NODES_A_RACK = 16
+HASHED_S, PULLED_S, LOCAL_S, STORED_S, READ_BACK_S = 1.5, 2.0, 3.0, 4.0, 2.0
+"""At most so long after the one before it each of these is done, at random."""
+CHECK_S = 0.5
+CHECK_ROUNDS = 10
+
+
+@dataclass(slots=True, kw_only=True)
+class Node:
+    """One node of the fleet: what it would list."""
+
+    name: str
+    url: str
+    ranks: range
+    domain: dict[str, str]
+    client: int
+    desired: Desired | None = None
+    states: dict[int, RankState] = field(default_factory=dict)
+    copies: dict[tuple[Tier, int, int], Copy] = field(default_factory=dict)
+    read_backs: dict[str, ReadBack] = field(default_factory=dict)
+    version: int = 0
+    queued: bool = False
+    published_s: float = 0.0
+
+    @property
+    def identity(self) -> str:
+        """Return what stands for its boot id and its incarnation."""
+        return manifest.sha256(self.name.encode())[:32]
+
+    def inventory(self, job: str) -> Inventory:
+        """Return what it says now."""
+        return Inventory(
+            job=job,
+            job_uid="" if self.desired is None else self.desired.job_uid,
+            node=self.name,
+            boot_id=self.identity,
+            incarnation=self.identity,
+            version=self.version,
+            url=self.url,
+            domain=self.domain,
+            ranks=tuple(self.states.values()),
+            copies=tuple(self.copies.values()),
+            read_backs=tuple(self.read_backs.values()),
+        )
+
+    def hold(self, copy: Copy) -> None:
+        """List a copy, and no longer what gives way to it."""
+        self.copies[copy.tier, copy.rank, copy.step] = copy
+        of_rank = sorted(at for at in self.copies if at[:2] == (copy.tier, copy.rank))
+        for old in of_rank[: -KEPT[copy.tier]]:
+            del self.copies[old]
+
+
+@dataclass(slots=True)
+class Step:
+    """How far a step has come: what has still to be told of it, when the last of it was, and when each node knew."""
+
+    missing: set[tuple[Tier | str, int]]
+    told_s: float = 0.0
+    known_s: list[float] = field(default_factory=list)
+
+
+class Fleet:
+    """``nodes`` nodes of ``ranks_per_node`` ranks each, over ``connections`` connections to the broker."""
+
+    def __init__(self, job: str, *, nodes: int, ranks_per_node: int, store: Path, connections: int, seed: int) -> None:
+        self.job = job
+        self.world = nodes * ranks_per_node
+        self.nodes = {
+            name: Node(
+                name=name,
+                url="",
+                ranks=range(number * ranks_per_node, (number + 1) * ranks_per_node),
+                domain={"node": name, "rack": f"r{number // NODES_A_RACK}"},
+                client=number % connections,
+            )
+            for number, name in ((number, f"n{number:05d}") for number in range(nodes))
+        }
+        self.counts: Counter[str] = Counter()
+        self.protected: dict[int, Step] = {}
+        self.ready: dict[int, Step] = {}
+        self._store = store
+        self._rng = random.Random(seed)
+        self._queues: list[asyncio.Queue[Node]] = [asyncio.Queue() for _ in range(connections)]
+        self._todo: list[tuple[float, int, Callable[[], None]]] = []
+        self._numbers = itertools.count()
+        self._holders: dict[str, str] = {}
+        self._news = asyncio.Event()
+
+    # --- running -------------------------------------------------------------------------------------------------
+
+    @contextlib.asynccontextmanager
+    async def running(self, *, coordinator: str, broker: Address) -> AsyncIterator[None]:
+        """Have all nodes there, heard by the coordinator, while the context lasts."""
+        app = web.Application()
+        app.router.add_get("/{node}/v1/inventory", self._asked)
+        async with served(app, Address(host="127.0.0.1", port=0)) as url, aiohttp.ClientSession() as session:
+            for node in self.nodes.values():
+                node.url = f"{url}/{node.name}"
+            self._session, self._coordinator = session, coordinator
+            async with asyncio.TaskGroup() as tasks:
+                loops = [tasks.create_task(self._watch(broker))]
+                ready = [asyncio.Event() for _ in self._queues]
+                for number, _ in enumerate(self._queues):
+                    loops.append(tasks.create_task(self._speak(number, broker, ready[number])))
+                for event in ready:
+                    await event.wait()
+                loops += [tasks.create_task(self._do()), tasks.create_task(self._check())]
+                yield
+                for loop in loops:
+                    loop.cancel()
+
+    async def wait(self, done: Callable[[], bool], *, what: str, timeout_s: float) -> None:
+        """Return once something is so.
+
+        Raises:
+            TimeoutError: it is not so in time.
+        """
+        try:
+            async with asyncio.timeout(timeout_s):
+                while not done():
+                    self._news.clear()
+                    await self._news.wait()
+        except TimeoutError as error:
+            raise TimeoutError(f"{what}: not after {timeout_s:.0f} s") from error
+
+    async def _watch(self, broker: Address) -> None:
+        """Hear the whole document, as a coordinator that stands by does, to know what it weighs."""
+        async with aiomqtt.Client(broker.host, broker.port, identifier="fleet-watch") as client:
+            await client.subscribe(f"toprope/{self.job}/desired", qos=1)
+            async for message in client.messages:
+                self._count("whole document", len(bytes(message.payload)))
+
+    async def _speak(self, number: int, broker: Address, ready: asyncio.Event) -> None:
+        """Serve one connection: what its nodes have to say goes up, what they are told comes down."""
+        mine = [node for node in self.nodes.values() if node.client == number]
+        identifier = f"fleet-{number}"
+        async with (
+            aiomqtt.Client(broker.host, broker.port, identifier=identifier, max_inflight_messages=20) as client,
+            asyncio.TaskGroup() as tasks,
+        ):
+            for at in range(0, len(mine), 64):
+                await client.subscribe([(f"{self._topic(node)}/desired", 1) for node in mine[at : at + 64]])
+            tasks.create_task(self._publish(client, self._queues[number]))
+            ready.set()
+            async for message in client.messages:
+                self._hear(str(message.topic).split("/")[-2], bytes(message.payload))
+
+    async def _publish(self, client: aiomqtt.Client, queue: asyncio.Queue[Node]) -> None:
+        while True:
+            node = await queue.get()
+            if node.published_s == 0.0:
+                presence = Presence(node=node.name, boot_id=node.identity, incarnation=node.identity, alive=True)
+                await client.publish(f"{self._topic(node)}/presence", encode(presence), qos=1, retain=True)
+            node.queued = False
+            inventory = node.inventory(self.job)
+            body = encode(inventory)
+            node.published_s = _now_s()
+            self._note_told(inventory)
+            await client.publish(f"{self._topic(node)}/inventory", body, qos=1, retain=True)
+            self._count("inventory", len(body))
+
+    def _topic(self, node: Node) -> str:
+        return f"toprope/{self.job}/nodes/{node.name}"
+
+    async def _do(self) -> None:
+        while True:
+            while self._todo and self._todo[0][0] <= _now_s():
+                heapq.heappop(self._todo)[2]()
+            await asyncio.sleep(0.005)
+
+    async def _check(self) -> None:
+        """Ask the coordinator by HTTP now and then, each node in its turn, as a sidecar does, broker or not."""
+        async with asyncio.TaskGroup() as tasks:
+            for node in self.nodes.values():
+                tasks.create_task(self._check_one(node))
+
+    async def _check_one(self, node: Node) -> None:
+        await asyncio.sleep(self._rng.random() * CHECK_S * CHECK_ROUNDS)
+        while True:
+            await self._ask(node)
+            pace_s = 0.0 if node.desired is None else node.desired.report_every_s
+            await asyncio.sleep((CHECK_S + pace_s) * CHECK_ROUNDS)
+
+    async def _ask(self, node: Node) -> None:
+        async with self._session.get(f"{self._coordinator}/v1/desired?node={node.name}") as answer:
+            body = await answer.read()
+            if answer.status == 200:  # noqa: PLR2004 - HTTP's ok
+                self._take(node, decode(body, Desired, limit=MAX_DESIRED_BYTES))
+                self._count("desired by HTTP", len(body))
+
+    async def _asked(self, request: web.Request) -> web.Response:
+        body = encode(self.nodes[request.match_info["node"]].inventory(self.job))
+        self._count("inventory asked for", len(body))
+        return web.Response(body=body, content_type="application/json")
+
+    def _count(self, what: str, size: int) -> None:
+        self.counts[what] += 1
+        self.counts[f"{what} bytes"] += size
+
+    # --- what nodes do ---------------------------------------------------------------------------------------------
+
+    def _hear(self, name: str, body: bytes) -> None:
+        self._count("desired", len(body))
+        self._take(self.nodes[name], decode(body, Desired, limit=MAX_DESIRED_BYTES))
+
+    def _take(self, node: Node, desired: Desired) -> None:
+        before = node.desired
+        if before is not None and (desired.term, desired.version) <= (before.term, before.version):
+            return
+        node.desired = desired
+        for steps, reached, was in (
+            (self.protected, desired.protected_step, before.protected_step if before is not None else 0),
+            (self.ready, desired.ready_step, before.ready_step if before is not None else 0),
+        ):
+            for number, step in steps.items():
+                if was < number <= reached:
+                    step.known_s.append(_now_s())
+        if before is None or before.attempt != desired.attempt:
+            self._on_attempt(node, desired)
+        for task in desired.read_backs:
+            if task.key not in node.read_backs:
+                done = ReadBack(key=task.key, digest=task.digest, ok=True)
+                self._after(READ_BACK_S, lambda done=done: self._read_back(node, done))  # type: ignore[misc]
+        wanted = {task.key for task in desired.read_backs}
+        node.read_backs = {key: done for key, done in node.read_backs.items() if key in wanted}
+        self._news.set()
+
+    def _on_attempt(self, node: Node, desired: Desired) -> None:
+        attempt = desired.attempt
+        if attempt is None:
+            return
+        reached: dict[str, Literal["staged", "applied"]] = {"opened": "staged", "staged": "applied"}
+        phase = reached.get(attempt.phase)
+        for rank in node.ranks:
+            verdict = None if phase is None else RankVerdict(attempt_uid=attempt.uid, phase=phase, ok=True)
+            node.states[rank] = RankState(
+                rank=rank,
+                world=self.world,
+                launch_id=LAUNCH,
+                attempt_uid=attempt.uid,
+                step=attempt.from_step,
+                lock_held=True,
+                state_bytes=SHARD_BYTES,
+                verdict=verdict or node.states[rank].verdict,
+            )
+        self._say(node)
+
+    def _read_back(self, node: Node, done: ReadBack) -> None:
+        node.read_backs[done.key] = done
+        self._say(node)
+
+    def _after(self, at_most_s: float, work: Callable[[], None]) -> None:
+        heapq.heappush(self._todo, (_now_s() + self._rng.uniform(0.1, 1.0) * at_most_s, next(self._numbers), work))
+
+    def _say(self, node: Node) -> None:
+        """Publish what a node lists, which has changed, as soon as it may."""
+        if node.desired is None:
+            return
+        node.version += 1
+        if node.queued:
+            return
+        node.queued = True
+        due_s = node.published_s + node.desired.report_every_s
+        queue = self._queues[node.client]
+        if due_s <= _now_s():
+            queue.put_nowait(node)
+        else:
+            heapq.heappush(self._todo, (due_s, next(self._numbers), lambda: queue.put_nowait(node)))
+
+    def _note_told(self, inventory: Inventory) -> None:
+        now_s = _now_s()
+        for copy in inventory.copies:
+            for steps in (self.protected, self.ready):
+                step = steps.get(copy.step)
+                if step is not None and (copy.tier, copy.rank) in step.missing:
+                    step.missing.discard((copy.tier, copy.rank))
+                    step.told_s = now_s
+        for done in inventory.read_backs:
+            rank = int(done.key.rpartition("rank-")[2][:5])
+            for step in self.ready.values():
+                if ("read back", rank) in step.missing:
+                    step.missing.discard(("read back", rank))
+                    step.told_s = now_s
+
+    # --- what a measurement does -----------------------------------------------------------------------------------
+
+    async def arrive(self) -> None:
+        """Let all nodes come and be heard."""
+        names = iter(self.nodes.values())
+
+        async def some() -> None:
+            for node in names:
+                while node.desired is None:
+                    await self._ask(node)
+                self._say(node)
+
+        async with asyncio.TaskGroup() as tasks:
+            for _ in range(16):
+                tasks.create_task(some())
+
+    async def open(self) -> None:
+        """Open an attempt of all ranks, and have it applied.
+
+        Raises:
+            RuntimeError: it was refused for good.
+        """
+        world = [
+            Member(rank=rank, node=node.name, boot_id=node.identity)
+            for node in self.nodes.values()
+            for rank in node.ranks
+        ]
+        request = OpenRequest(
+            job=self.job, launch_id=LAUNCH, round=0, world=tuple(world), spec={"model": {}}, versions={}
+        )
+        while True:
+            async with self._session.post(f"{self._coordinator}/v1/attempts", data=encode(request)) as response:
+                answer = decode(await response.read(), OpenAnswer, limit=MAX_DESIRED_BYTES)
+            if answer.attempt is not None:
+                break
+            if answer.code not in {"unavailable", "busy", "unknown-node"}:
+                raise RuntimeError(f"{answer.code}: {answer.text}")
+            await asyncio.sleep(0.5)
+        await self.wait(
+            lambda: all(_phase(one) == "applied" for one in self.nodes.values()), what="applied", timeout_s=120
+        )
+
+    def snapshot(self, step: int, *, local: bool, store: bool) -> None:
+        """Let all ranks seal a step, and all that follows come about."""
+        some = next(iter(self.nodes.values())).desired
+        assert some is not None
+        assert some.attempt is not None
+        every: Sequence[Tier | str] = ("memory", "peer")
+        ranks = range(self.world)
+        self.protected[step] = Step({(tier, rank) for tier in every for rank in ranks})
+        if store:
+            self.ready[step] = Step({(what, rank) for what in ("object", "read back") for rank in ranks})
+        for node in self.nodes.values():
+            self._holders.update(
+                {place.owner: place.holder for place in (node.desired.placement if node.desired is not None else ())}
+            )
+        for node in self.nodes.values():
+            for rank in node.ranks:
+                self._after(HASHED_S, lambda n=node, r=rank: self._sealed(n, step, r, local=local, store=store))  # type: ignore[misc]
+
+    def _sealed(self, node: Node, step: int, rank: int, *, local: bool, store: bool) -> None:
+        copy = self._copy(node, step, rank, "memory")
+        state = node.states[rank]
+        node.states[rank] = RankState(
+            rank=rank,
+            world=self.world,
+            launch_id=LAUNCH,
+            attempt_uid=state.attempt_uid,
+            step=step,
+            lock_held=True,
+            state_bytes=SHARD_BYTES,
+            verdict=state.verdict,
+        )
+        self._list(node, copy)
+        holder = self.nodes[self._holders[node.name]]
+        self._after(PULLED_S, lambda: self._list(holder, self._copy(node, step, rank, "peer")))
+        if local:
+            self._after(LOCAL_S, lambda: self._list(node, self._copy(node, step, rank, "local")))
+        if store:
+            stored = self._stored(node, step, rank)
+            self._after(STORED_S, lambda: self._list(node, stored))
+
+    def _list(self, node: Node, copy: Copy) -> None:
+        node.hold(copy)
+        self._say(node)
+
+    def _copy(self, node: Node, step: int, rank: int, tier: Tier) -> Copy:
+        assert node.desired is not None
+        assert node.desired.attempt is not None
+        attempt = node.desired.attempt
+        return Copy(
+            attempt=attempt.number,
+            attempt_uid=attempt.uid,
+            step=step,
+            rank=rank,
+            world=self.world,
+            tier=tier,
+            bytes=SHARD_BYTES,
+            digest=_digest(step, rank),
+            key=f"/var/lib/toprope/{self.job}/local/{attempt.uid}/s{step}/rank-{rank}" if tier == "local" else "",
+        )
+
+    def _stored(self, node: Node, step: int, rank: int) -> Copy:
+        """Write the index of a shard, and return its receipt."""
+        assert node.desired is not None
+        assert node.desired.attempt is not None
+        attempt, digest = node.desired.attempt, _digest(step, rank)
+        key = shard_key(self.job, attempt=attempt.number, step=step, rank=rank, world=self.world, nonce="0a" * 8)
+        tensor = Tensor(
+            name="model.layers.0.weight",
+            dtype="F32",
+            shape=(SHARD_BYTES // 4 - 16,),
+            global_shape=(SHARD_BYTES // 4 - 16,),
+            offsets=(0,),
+            file=0,
+            begin=64,
+            end=SHARD_BYTES,
+            digest=digest,
+        )
+        index = Index(
+            job_uid=node.desired.job_uid,
+            attempt=attempt.number,
+            attempt_uid=attempt.uid,
+            step=step,
+            rank=rank,
+            world=self.world,
+            bytes=SHARD_BYTES,
+            digest=digest,
+            head=Head(file=0, begin=0, end=64, digest=digest),
+            files=(File(key=key, bytes=SHARD_BYTES, digest=digest),),
+            tensors=(tensor,),
+        )
+        body = manifest.encode(index)
+        sha256 = manifest.sha256(body)
+        at = index_key(self.job, attempt=attempt.number, step=step, rank=rank, world=self.world, sha256=sha256)
+        path = self._store / at
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(body)
+        return Copy(
+            attempt=attempt.number,
+            attempt_uid=attempt.uid,
+            step=step,
+            rank=rank,
+            world=self.world,
+            tier="object",
+            bytes=SHARD_BYTES,
+            digest=digest,
+            key=key,
+            nonce="0a" * 8,
+            index_key=at,
+            index_sha256=sha256,
+            stored_bytes=SHARD_BYTES,
+            stored_digest=digest,
+        )
+
+
+def _phase(node: Node) -> str:
+    return "" if node.desired is None or node.desired.attempt is None else node.desired.attempt.phase
+
+
+def _digest(step: int, rank: int) -> str:
+    return f"{step:016x}{rank:016x}"
+
+
+def _now_s() -> float:
+    return asyncio.get_running_loop().time()

@@ -1,0 +1,248 @@
+"""What the living nodes hold of an attempt, counted as they tell of it. Pure.
+
+Of each rank it is known how it stands with each step that anyone has something of, and of each step how many ranks
+stand alike. So a word of one node costs what its own ranks cost, and a look at the whole costs what the steps cost,
+however many ranks there are.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple, TypeAlias
+
+from toprope.coordinator.placement import Domain
+from toprope.coordinator.protection import Safety
+from toprope.coordinator.roll import Node
+from toprope.coordinator.wire import Copy, Tier
+
+
+class Stand(NamedTuple):
+    """How a rank stands with a step.
+
+    ``listed``: it is in some memory. ``copies``: so many it has in domains of their own beside its node's; -1: it is
+    not in its node's memory, or what is there differs. ``agreed``: it is in some memory, and the same in all.
+    ``lost``: it is not in its node's memory and never will be. ``gone_on``: its node's memory has a later step.
+    ``passed``: a holder has a later step of this rank, and not this one; ``passing``: a holder has a later one.
+    """
+
+    listed: bool
+    copies: int
+    agreed: bool
+    stored: bool
+    lost: bool
+    gone_on: bool
+    passed: bool
+    passing: bool
+
+
+_Said: TypeAlias = tuple[Domain, tuple[Copy, ...], tuple[int, ...]]
+"""What a node says of a rank: where it is, the copies that it holds, the steps that were skipped."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Rank:
+    """A rank's stand by step, and the newest step in its node's memory and in a peer's."""
+
+    stands: Mapping[int, Stand]
+    newest_memory: int
+    newest_peer: int
+
+
+@dataclass(slots=True)
+class Holdings:
+    """What is held of the attempt ``attempt_uid`` of ``world`` ranks."""
+
+    attempt_uid: str
+    world: int
+    _said: dict[int, dict[str, _Said]] = field(default_factory=dict)
+    _ranks_of: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    _stale: set[int] = field(default_factory=set)
+    _ranks: dict[int, _Rank] = field(default_factory=dict)
+    _steps: dict[int, Counter[Stand]] = field(default_factory=dict)
+    _newest_memory: Counter[int] = field(default_factory=Counter)
+    _newest_peer: Counter[int] = field(default_factory=Counter)
+
+    def see(self, node: Node) -> None:
+        """Take in what a node says now; one that is not alive holds nothing."""
+        said = self._of(node) if node.alive else {}
+        for rank in {*said, *self._ranks_of.get(node.name, ())}:
+            by_node = self._said.setdefault(rank, {})
+            if by_node.get(node.name) != said.get(rank):
+                by_node.pop(node.name, None)
+                if rank in said:
+                    by_node[node.name] = said[rank]
+                self._stale.add(rank)
+        self._ranks_of[node.name] = tuple(said)
+
+    def _of(self, node: Node) -> dict[int, _Said]:
+        copies: dict[int, list[Copy]] = {}
+        skipped: dict[int, list[int]] = {}
+        for copy in node.inventory.copies:
+            if copy.attempt_uid == self.attempt_uid and copy.world == self.world and 0 <= copy.rank < self.world:
+                copies.setdefault(copy.rank, []).append(copy)
+        for skip in node.inventory.skipped:
+            if skip.attempt_uid == self.attempt_uid and 0 <= skip.rank < self.world:
+                skipped.setdefault(skip.rank, []).append(skip.step)
+        domain = node.domain
+        return {
+            rank: (domain, tuple(copies.get(rank, ())), tuple(skipped.get(rank, ()))) for rank in {*copies, *skipped}
+        }
+
+    def newest(self, rank: int) -> dict[Tier, int]:
+        """Return the newest step of a rank in each tier that has one."""
+        found: dict[Tier, int] = {}
+        for _, copies, _ in self._said.get(rank, {}).values():
+            for copy in copies:
+                found[copy.tier] = max(copy.step, found.get(copy.tier, 0))
+        return found
+
+    def assess(self, *, copies: int, placed: int, aim: int = 0) -> Safety:
+        """Return what is safe where.
+
+        ``copies`` are wanted of each snapshot, ``placed`` the living nodes allow; ``aim`` is the step that they go for,
+        to which a holder comes back.
+        """
+        self._recount()
+        steps = sorted(step for step, tally in self._steps.items() if any(stand.listed for stand in tally))
+        count = {step: self._least(step) for step in steps}
+        at_hand = [step for step in steps if self._absent(step) == 0 and all(one.agreed for one in self._steps[step])]
+        guarded = max((s for s in steps if count[s] >= placed), default=0) if placed or not copies else 0
+        hopeless = tuple(
+            step
+            for step in steps
+            if self._will_never_be(step)
+            or (step != aim and step > guarded and self._was_passed_over(step, placed=placed))
+        )
+        return Safety(
+            protected_step=max((step for step in steps if count[step] >= copies), default=0),
+            guarded_step=guarded,
+            at_hand_step=max(at_hand, default=0),
+            at_hand=frozenset(at_hand),
+            common=tuple(step for step in steps if count[step] >= 0 and step not in hopeless),
+            hopeless=hopeless,
+        )
+
+    # --- one step --------------------------------------------------------------------------------------------------
+
+    def _absent(self, step: int) -> int:
+        """Return how many ranks have nothing of a step."""
+        return self.world - self._steps[step].total()
+
+    def _least(self, step: int) -> int:
+        return -1 if self._absent(step) else min((stand.copies for stand in self._steps[step]), default=-1)
+
+    def _stored(self, step: int) -> int:
+        return sum(count for stand, count in self._steps[step].items() if stand.stored)
+
+    def _will_never_be(self, step: int) -> bool:
+        """Say whether a rank has lost it; a trainer snapshots in order, so a later one shows that none comes.
+
+        What is in the object store while others are on their way there may become READY.
+        """
+        tally = self._steps[step]
+        may_be_ready = self._stored(step) < self.world
+        if any(stand.lost and not (stand.stored and may_be_ready) for stand in tally):
+            return True
+        gone_on = sum(count for newest, count in self._newest_memory.items() if newest > step)
+        return gone_on > sum(count for stand, count in tally.items() if stand.gone_on)
+
+    def _was_passed_over(self, step: int, *, placed: int) -> bool:
+        """Say whether a holder that a rank still needs has gone on, and so never comes back for it."""
+        tally = self._steps[step]
+        if 0 < self._stored(step) < self.world:
+            return False
+        if any(stand.passed and stand.copies < placed for stand in tally):
+            return True
+        passing = sum(count for newest, count in self._newest_peer.items() if newest > step)
+        return passing > sum(count for stand, count in tally.items() if stand.passing)
+
+    # --- one rank --------------------------------------------------------------------------------------------------
+
+    def _recount(self) -> None:
+        for rank in sorted(self._stale):
+            before, now = self._ranks.pop(rank, None), _rank(self._said.get(rank, {}))
+            if before is not None:
+                self._count(before, by=-1)
+            self._count(now, by=1)
+            self._ranks[rank] = now
+        self._stale.clear()
+
+    def _count(self, rank: _Rank, *, by: int) -> None:
+        for step, stand in rank.stands.items():
+            tally = self._steps.setdefault(step, Counter())
+            _add(tally, stand, by)
+            if not tally:
+                del self._steps[step]
+        _add(self._newest_memory, rank.newest_memory, by)
+        _add(self._newest_peer, rank.newest_peer, by)
+
+
+def _add(tally: Counter[Stand] | Counter[int], what: Stand | int, by: int) -> None:
+    tally[what] += by  # type: ignore[index] # each tally counts one kind
+    if not tally[what]:  # type: ignore[index]
+        del tally[what]  # type: ignore[arg-type]
+
+
+@dataclass(slots=True)
+class _Lines:
+    """What all nodes say of a rank, by step: who holds it with which digest."""
+
+    memory: dict[int, list[tuple[Domain, str]]] = field(default_factory=dict)
+    peer: dict[int, list[tuple[Domain, str]]] = field(default_factory=dict)
+    stored: set[int] = field(default_factory=set)
+    skipped: set[int] = field(default_factory=set)
+    reached: dict[str, int] = field(default_factory=dict)
+    """By holder its newest peer copy."""
+    holders: set[tuple[str, int]] = field(default_factory=set)
+
+    def add(self, node: str, said: _Said) -> None:
+        domain, copies, skipped = said
+        self.skipped.update(skipped)
+        for copy in copies:
+            if copy.tier == "object":
+                self.stored.add(copy.step)
+            elif copy.tier == "memory":
+                self.memory.setdefault(copy.step, []).append((domain, copy.digest))
+            elif copy.tier == "peer":
+                self.peer.setdefault(copy.step, []).append((domain, copy.digest))
+                self.holders.add((node, copy.step))
+                self.reached[node] = max(copy.step, self.reached.get(node, 0))
+
+    def copies(self, step: int, *, agreed: bool) -> int:
+        own = self.memory.get(step)
+        if not own or not agreed:
+            return -1
+        peers = {domain for domain, _ in self.peer.get(step, ())}
+        return max(len(peers - {domain}) for domain, _ in own)
+
+    def passed(self, step: int) -> bool:
+        return any(reached > step and (node, step) not in self.holders for node, reached in self.reached.items())
+
+
+def _rank(said: Mapping[str, _Said]) -> _Rank:
+    lines = _Lines()
+    for node, of_rank in said.items():
+        lines.add(node, of_rank)
+    newest_memory, newest_peer = max(lines.memory, default=0), max(lines.peer, default=0)
+    stands = {}
+    for step in _steps(lines.memory, lines.peer, lines.stored, lines.skipped):
+        gone_on = newest_memory > step
+        digests = {digest for _, digest in (*lines.memory.get(step, ()), *lines.peer.get(step, ()))}
+        agreed = len(digests) == 1
+        stands[step] = Stand(
+            listed=bool(digests),
+            copies=lines.copies(step, agreed=agreed),
+            agreed=agreed,
+            stored=step in lines.stored,
+            lost=step not in lines.memory and (gone_on or step in lines.skipped),
+            gone_on=gone_on,
+            passed=lines.passed(step),
+            passing=newest_peer > step,
+        )
+    return _Rank(stands=stands, newest_memory=newest_memory, newest_peer=newest_peer)
+
+
+def _steps(*where: Iterable[int]) -> set[int]:
+    return set().union(*where)
