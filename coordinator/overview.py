@@ -9,6 +9,9 @@ from toprope.coordinator.protection import Safety
 from toprope.coordinator.roll import Node
 from toprope.coordinator.wire import Cadence
 
+_STEPS_TOLD = 3
+_RANKS_TOLD = 8
+
 
 class RankLine(msgspec.Struct, frozen=True, kw_only=True):
     """A rank: where it sits, the last step it told of, and the newest step of it in each tier (0: none)."""
@@ -178,13 +181,27 @@ def _alarms(core: Core, safety: Safety | None, *, broker: str, age_s: float) -> 
         alarms.append("the broker is away; documents go by HTTP")
     alarms += [f"node {node.name}: {text}" for node in core.roll.alive() for text in node.inventory.troubles]
     alarms += [core.aim.advice(core.settings.cadence.every)] if core.aim.steps_missed else []
+    return (*alarms, *_skips(core))
+
+
+def _skips(core: Core) -> list[str]:
+    """Return of the newest steps that some ranks have not saved which ranks these are, and why."""
+    attempt = core.log_view.state.attempt
+    skipped: dict[int, dict[int, str]] = {}
     for node in core.roll.alive():
-        skips = [skip for skip in node.inventory.skipped if attempt is not None and skip.attempt_uid == attempt.uid]
-        if skips:
-            last = skips[-1]
-            count = "1 snapshot" if len(skips) == 1 else f"{len(skips)} snapshots"
-            alarms.append(f"node {node.name} skipped {count}, last step {last.step} of rank {last.rank}: {last.reason}")
-    return tuple(alarms)
+        for skip in node.inventory.skipped:
+            if attempt is not None and skip.attempt_uid == attempt.uid:
+                skipped.setdefault(skip.step, {})[skip.rank] = skip.reason
+    return [
+        f"step {step} was not saved by {_ranks_text(sorted(reasons))}: {', '.join(sorted(set(reasons.values())))}"
+        for step, reasons in sorted(skipped.items())[-_STEPS_TOLD:]
+    ]
+
+
+def _ranks_text(ranks: list[int]) -> str:
+    listed = ", ".join(map(str, ranks[:_RANKS_TOLD]))
+    more = f" and {len(ranks) - _RANKS_TOLD} more" if len(ranks) > _RANKS_TOLD else ""
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {listed}{more}"
 
 
 def _behind(core: Core, safety: Safety | None) -> int:

@@ -1,9 +1,9 @@
 """Which nodes hold copies of which other node's snapshots, and what that survives. Pure and deterministic.
 
-An owner has ``copies`` holders: other living nodes in failure domains of their own, as far as there are such. Nobody
-holds more than its share where that can be helped; then the holder is the one with the fewest labels in common with
-the owner and its other holders; among equals the next one after the owner in a ring by name. A holder stays as long as
-none would be better, so that a change moves as little as possible.
+An owner has ``copies`` holders: other living nodes, none that was found to have no room for it, in failure domains of
+their own as far as there are such. Nobody holds more than its share where that can be helped; then the holder is the
+one with the fewest labels in common with the owner and its other holders; among equals the next one after the owner in
+a ring by name. A holder stays as long as none would be better, so that a change moves as little as possible.
 """
 
 from __future__ import annotations
@@ -19,12 +19,16 @@ Holders = dict[str, tuple[str, ...]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Site:
-    """A living node: where it answers and what fails together with it. ``ranks`` it serves: 0 is a holder only."""
+    """A living node: where it answers and what fails together with it. ``ranks`` it serves: 0 is a holder only.
+
+    ``no_room_for``: the owners whose copies don't fit there.
+    """
 
     node: str
     url: str
     domain: Domain
     ranks: int
+    no_room_for: frozenset[str] = frozenset()
 
     @property
     def labels(self) -> frozenset[tuple[str, str]]:
@@ -76,7 +80,7 @@ def place(sites: Sequence[Site], *, before: Mapping[str, Sequence[str]], copies:
     placing = _Placing(sorted(sites, key=lambda site: site.node), copies)
     for owner in placing.owners:
         for node in before.get(owner.node, ())[:copies]:
-            if node in placing.by_name and node not in {owner.node, *placing.holders[owner.node]}:
+            if placing.has_room(node, owner) and node not in {owner.node, *placing.holders[owner.node]}:
                 placing.add(owner, node)
     for held in range(copies):  # one for each before another for any: the far ones must do for all
         for owner in placing.by_need():
@@ -106,6 +110,10 @@ class _Placing:
         crowd = Counter(label for site in self.by_name.values() for label in set(site.domain) - self._common)
         return sorted(self.owners, key=lambda owner: -max((crowd[label] for label in owner.domain), default=0))
 
+    def has_room(self, node: str, owner: Site) -> bool:
+        """Say whether a node is there, and no copy of this owner's was too large for it."""
+        return node in self.by_name and owner.node not in self.by_name[node].no_room_for
+
     def add(self, owner: Site, node: str) -> None:
         self.holders[owner.node] += (node,)
         self._load[node] += owner.ranks
@@ -116,7 +124,7 @@ class _Placing:
         found: tuple[tuple[bool, int, int], str] | None = None
         for step in range(1, len(self._ring)):
             name = self._ring[(at + step) % len(self._ring)]
-            if name in taken:
+            if name in taken or not self.has_room(name, owner):
                 continue
             badness = self._badness(owner, name, self.holders[owner.node])
             if found is None or badness < found[0]:
@@ -175,6 +183,8 @@ class _Placing:
     def _why(self, owner: Site) -> str:
         if len(self.by_name) == 1:
             return "there is no other living node to hold copies"
+        if full := [name for name in self.by_name if not self.has_room(name, owner)]:
+            return f"its copies don't fit into the memory of {', '.join(full)}, and no other node can hold them"
         if not self._apart(owner):
             return f"every other living node shares its failure domain {text_of(owner.domain)}"
         wanted = f"{self._copies} copies in failure domains of their own need {self._copies + 1} domains"

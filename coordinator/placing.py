@@ -44,7 +44,7 @@ class Placing:
         for member in world:
             if boots.get(member.node) == member.boot_id:
                 ranks[member.node] += 1
-        sites = tuple(Site(node=n.name, url=n.url, domain=n.domain, ranks=ranks[n.name]) for n in nodes)
+        sites = tuple(_site(node, ranks=ranks[node.name]) for node in nodes)
         if sites == self._sites:
             return []
         old, self._sites = self.plan, sites
@@ -74,3 +74,8 @@ class Placing:
             for owner, holders in self.plan.holders.items()
             for holder in holders
         )
+
+
+def _site(node: Node, *, ranks: int) -> Site:
+    full = frozenset(node.inventory.no_room_for)
+    return Site(node=node.name, url=node.url, domain=node.domain, ranks=ranks, no_room_for=full)

@@ -157,6 +157,8 @@ class Inventory(_Document, frozen=True, kw_only=True):
     reading: bool = False
     troubles: tuple[str, ...] = ()
     """What costs this node a tier now, for people: what does not fit, and what fails or hangs."""
+    no_room_for: tuple[str, ...] = ()
+    """Nodes whose copies don't fit into this one's memory: it was tried."""
 
 
 class Presence(_Document, frozen=True, kw_only=True):

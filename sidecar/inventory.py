@@ -80,6 +80,7 @@ class Books:
             read_backs=read_backs,
             reading=reading,
             troubles=troubles(self.slots, self.tiers, self.peers),
+            no_room_for=tuple(sorted(self.peers.no_room)),
         )
 
 

@@ -78,6 +78,8 @@ class Cluster:
     """The object store that the services use; without one, a directory."""
     coordinator_words: tuple[str, ...] = ()
     """What else the coordinator is told."""
+    sidecar_words: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """What else the sidecars of some nodes are told."""
     broker_detour: int = 0
     """The port on which sidecars reach the broker, if it is not its own: a proxy stands before it."""
     nodes: dict[str, Node] = field(init=False, default_factory=dict)
@@ -167,7 +169,7 @@ class Cluster:
         arguments += ["--broker", f"127.0.0.1:{broker}", "--memory-dir", str(node.memory_dir)]
         arguments += ["--local-dir", str(node.local_dir), "--store", self.root, "--socket", str(node.socket)]
         arguments += ["--ready-file", str(ready), "--grace", "0"]
-        words = ["sidecar", *arguments]
+        words = ["sidecar", *arguments, *self.sidecar_words.get(name, ())]
         node.sidecar = self.launch(f"sidecar of node {name}", words, log=self.log(f"sidecar-{name}"), env=env or {})
         node.url = str(wait_ready(node.sidecar, ready)["url"])
         return node

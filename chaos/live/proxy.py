@@ -107,6 +107,7 @@ class Proxy:
     log: Path
     mode: Mode = field(default_factory=Mode)
     _writers: set[asyncio.StreamWriter] = field(default_factory=set)
+    _chances: dict[Way, random.Random] = field(default_factory=dict)
     _changed: asyncio.Condition = field(default_factory=asyncio.Condition)
 
     async def serve(self, host: str, port: int) -> None:
@@ -197,6 +198,10 @@ class Proxy:
             far_writer.transport.abort()
         said = f"{head.split(b' HTTP')[0].decode()} ({len(body)} bytes): {status.decode()}"
         self.note(f"brought {later_s:g} s after its sender was cut off: {said}")
+
+    def chance(self, way: Way) -> random.Random:
+        """Return the chance of a way; what one connection has drawn is not drawn again by the next."""
+        return self._chances.setdefault(way, random.Random(f"{self.mode.amount:g} {way}"))
 
     async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         far_reader, far_writer = await asyncio.open_connection(*self.target)
@@ -291,7 +296,7 @@ class _OneWay:
 
     def _muddled(self, piece: bytes) -> bytes:
         if self._muddle is None:
-            self._muddle = Muddle(random.Random(f"{self._proxy.mode.amount:g} {self._way}"))
+            self._muddle = Muddle(self._proxy.chance(self._way))
         muddle = self._muddle
         passes = muddle.take(piece)
         self._note(f"muddled: {muddle.repeated} repeated, {muddle.swapped} swapped, {muddle.lost} lost")

@@ -7,6 +7,7 @@ from tests.support.reigns import Reign, training
 
 from toprope.coordinator.events import Heard
 from toprope.coordinator.overview import overview
+from toprope.coordinator.wire import Skip
 
 
 def alarms_of(reign: Reign) -> list[str]:
@@ -68,3 +69,23 @@ def test_the_alarm_ends_when_a_newer_step_is_ready() -> None:
     reign.read_back()
     assert reign.ready_steps == [24]
     assert alarms_of(reign) == []
+
+
+def test_of_the_newest_steps_that_were_skipped_it_says_by_which_ranks_and_why() -> None:
+    reign = training()
+    attempt = reign.core.log_view.state.attempt
+    assert attempt is not None
+    missing = {4: range(1), 5: range(2), 6: range(1, 2), 7: range(10)}
+    reign.nodes["b"].skipped = [
+        Skip(attempt_uid=attempt.uid, step=step, rank=rank, reason="no free slot")
+        for step in missing
+        for rank in missing[step]
+    ]
+    reign.nodes["a"].skipped = [Skip(attempt_uid="0" * 32, step=8, rank=0, reason="of another attempt")]
+    reign.hear()
+    told = [one for one in overview(reign.core, broker="none", now_s=reign.now_s).alarms if "not saved" in one]
+    assert told == [
+        "step 5 was not saved by ranks 0, 1: no free slot",
+        "step 6 was not saved by rank 1: no free slot",
+        "step 7 was not saved by ranks 0, 1, 2, 3, 4, 5, 6, 7 and 2 more: no free slot",
+    ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from itertools import combinations
 
 import pytest
@@ -149,3 +150,24 @@ def test_every_set_of_losses_that_a_placement_claims_to_survive_is_survived(site
 def test_nodes_that_each_fail_alone_survive_as_many_losses_as_there_are_copies() -> None:
     for copies in range(4):
         assert placed(*(site(name) for name in "abcde"), copies=copies).survives == copies
+
+
+def test_who_has_no_room_for_an_owner_holds_nothing_of_it_and_may_hold_for_others() -> None:
+    def sites(*full: str) -> list[Site]:
+        return [replace(one, no_room_for=frozenset(full if one.node == "b" else ())) for one in racks(*"abc")]
+
+    before = placed(*sites())
+    assert before.holders == {"a": ("b",), "b": ("c",), "c": ("a",)}
+    plan = placed(*sites("a"), before=before.holders)
+    assert plan.unmet == {}
+    assert all(plan.holders[owner] and plan.holders[owner] != (owner,) for owner in "abc")
+    assert plan.holders["a"] == ("c",)
+    assert placed(*sites("a"), before=plan.holders).holders == plan.holders, "nothing goes to and fro"
+
+
+def test_an_owner_whose_copies_fit_nowhere_has_none_and_the_plan_names_who_is_full() -> None:
+    full = [replace(one, no_room_for=frozenset({"a"})) for one in (site("b"), site("c"))]
+    plan = placed(site("a"), *full)
+    assert "a" not in plan.holders
+    assert plan.unmet["a"] == "its copies don't fit into the memory of b, c, and no other node can hold them"
+    assert plan.copies == 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import msgspec
 from tests.support.core_driver import JOB_UID, UID, Driver, shard
 
@@ -127,3 +129,39 @@ def test_of_many_ranks_the_newest_snapshots_are_pulled_first() -> None:
     driver.place("b", "a")
     driver.owner(shard(1, rank=1).copy("memory"), shard(3, rank=2).copy("memory"), shard(2, rank=3).copy("memory"))
     assert [pull.shard.step for pull in driver.all(do.Pull)] == [3, 2, 1]
+
+
+def test_a_copy_is_held_for_a_peer_for_as_long_as_its_size_may_take() -> None:
+    driver = Driver()
+    driver.train()
+    driver.place("a", "b")
+    driver.seal(0, 1)
+    large = replace(shard(1), bytes=100 * 10**9)
+    driver.on(on.SlotHashed(slot=0, seq=1, shard=large))
+    driver.tick(30.0 + 5000.0 - 1.0)
+    assert driver.all(do.Shout) == [], "20 MB each second, and half a minute"
+    driver.tick(1.0)
+    assert [shout.what for shout in driver.all(do.Shout)] == ["use-deadline"]
+
+
+def test_who_has_no_room_for_all_copies_of_an_owner_says_so_until_it_has() -> None:
+    driver = holding()
+    offer(driver, 1)
+    failed = on.PullFailed(shard=shard(1, rank=1), spare=0, reason="does not fit")
+    driver.on(failed)
+    assert driver.inventory.no_room_for == ()
+    driver.on(replace(failed, no_room=True))
+    assert driver.inventory.no_room_for == ("b",)
+    driver.on(on.MemorySeen(free=99))
+    assert driver.inventory.no_room_for == ("b",), "two spares of 50 bytes each"
+    driver.on(on.MemorySeen(free=100))
+    assert driver.inventory.no_room_for == ()
+
+
+def test_room_that_is_taken_by_copies_of_an_owner_counts_as_room_for_it() -> None:
+    driver = holding(1)
+    driver.on(on.PullFailed(shard=shard(2, rank=1), spare=1, reason="does not fit", no_room=True))
+    driver.on(on.MemorySeen(free=49))
+    assert driver.inventory.no_room_for == ("b",)
+    driver.on(on.MemorySeen(free=50))
+    assert driver.inventory.no_room_for == ()

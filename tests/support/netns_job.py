@@ -10,29 +10,26 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.support.source import ROOT
+from tests.support.training import Reference
 
-from toprope.chaos.journal import JournalReader
+from toprope.chaos.journal import JournalReader, read_finals
 from toprope.chaos.live.ask import get_desired
 from toprope.chaos.live.forking import ForkServer
 from toprope.chaos.live.netns import INTERFACE, NetNode, Network
 from toprope.chaos.live.processes import LiveError, Process, free_port, wait_ready, wait_until
 from toprope.chaos.live.ranks import World
 from toprope.chaos.live.scratch import Scratch
-from toprope.chaos.live.training import example_script
+from toprope.chaos.oracle import compare, torn_restores
 from toprope.coordinator.wire import Desired
+from toprope.store.log.chain import read_log
+from toprope.store.look.verify import verify_checkpoint, verify_facts
+from toprope.store.objects.directory import DirectoryStore
 
 JOB = "networks"
 EVERY = 4
 READY_S = 90.0
 LOST_AFTER_S = 8.0
 """When a rank gives up those that it does not hear: the timeout of the process group."""
-
-
-def warm_for_namespaces() -> ForkServer:
-    """Return a server that has imported what ranks in namespaces need."""
-    modules = ("train", "torch._dynamo", "toprope.trainer_hooks.checkpointer", "tests.support.netns_rank")
-    return ForkServer(*modules, path=[example_script().parent, ROOT])
 
 
 def arguments(*, steps: int) -> tuple[str, ...]:
@@ -174,3 +171,36 @@ def net_job(directory: Path, server: ForkServer, *, steps: int, nodes: str = "ab
         stack.callback(job.stop)
         job.start_coordinator()
         yield job
+
+
+def begin(job: NetJob, nodes: str = "ab", *, to: int) -> None:
+    """Start all nodes and a world on some of them; return once a step is protected and another one has ended."""
+    for node in job.network.nodes.values():
+        job.start_sidecar(node)
+    job.train(nodes)
+    job.train_to(to)
+    job.wait(lambda desired: desired.protected_step >= EVERY, what="a step is protected")
+
+
+def finish(job: NetJob) -> None:
+    """Let the ranks come to their end, and what is due become READY."""
+    job.ranks.finish(timeout_s=300.0)
+    job.wait(lambda desired: desired.ready_step == job.steps - job.steps % EVERY, what="the last step is READY")
+
+
+def assert_as_if_nothing_had_happened(job: NetJob, reference: Reference) -> None:
+    """The end is bit for bit that of a run to which nothing happened."""
+    job.journal.read()
+    assert torn_restores(job.journal.events) == ()
+    judgement = compare(read_finals(job.ranks.out), reference(world=2, arguments=arguments(steps=job.steps)), world=2)
+    assert judgement.differences == ()
+    assert judgement.identical
+
+
+def assert_no_false_commit(job: NetJob) -> None:
+    """Each READY has all that it names; nothing of an attempt came after the next had opened."""
+    store = DirectoryStore(job.directory / "store")
+    state = read_log(store, JOB)  # it replays the log by the rules, and fails where one is broken
+    assert state.live
+    assert [damage for seq in state.live for damage in verify_checkpoint(store, state, seq).damages] == []
+    assert verify_facts(store, state) == ()

@@ -75,10 +75,20 @@ def lost_steps(job: Job, blow: Blow) -> tuple[int, bool]:
 
 
 @contextmanager
-def job_with_a_bucket(
-    directory: Path, server: ForkServer, services: ForkedServices, *, steps: int, delay_s: float
+def job_with_a_bucket(  # noqa: PLR0913 - what a job is like
+    directory: Path,
+    server: ForkServer,
+    services: ForkedServices,
+    *,
+    steps: int,
+    delay_s: float,
+    env: Mapping[str, str] | None = None,
+    coordinator_words: tuple[str, ...] = (),
 ) -> Iterator[tuple[Job, Detour]]:
-    """Yield a job in training whose object store is a bucket, and the proxy on the way to it."""
+    """Yield a job in training whose object store is a bucket, and the proxy on the way to it.
+
+    ``env`` is what sidecars find in their environment.
+    """
     with ExitStack() as stack:
         s3 = stack.enter_context(running_s3(directory / "s3"))
         s3.make_bucket("checkpoints")
@@ -87,12 +97,19 @@ def job_with_a_bucket(
         launch = functools.partial(_launched, services, s3.environment)
         cadences = Cadences(every=EVERY, local_every=EVERY, object_every=2 * EVERY)
         cluster = stack.enter_context(
-            Cluster(directory=directory, job=JOB, cadences=cadences, launch=launch, root=root)
+            Cluster(
+                directory=directory,
+                job=JOB,
+                cadences=cadences,
+                launch=launch,
+                root=root,
+                coordinator_words=coordinator_words,
+            )
         )
         cluster.start_broker()
         cluster.start_coordinator()
         for name in "ab":
-            cluster.start_sidecar(name)
+            cluster.start_sidecar(name, env=env)
         ranks = World(
             server=server,
             directory=directory / "ranks",

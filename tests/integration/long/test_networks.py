@@ -1,22 +1,25 @@
-"""Nodes in namespaces whose links are down or lossy: recovery, and no false commit."""
+"""Nodes in namespaces whose links are cut, cut one way, slow or delayed: recovery, and no false commit."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tests.support.netns_job import EVERY, NetJob, arguments, net_job, warm_for_namespaces
+from tests.support.netns_job import (
+    EVERY,
+    NetJob,
+    assert_as_if_nothing_had_happened,
+    assert_no_false_commit,
+    begin,
+    finish,
+    net_job,
+)
 from tests.support.training import Reference
 
-from toprope.chaos.journal import read_finals
+from toprope.chaos.live.detour import detour
 from toprope.chaos.live.forking import ForkServer
-from toprope.chaos.live.netns import why_not
-from toprope.chaos.live.processes import become_subreaper
-from toprope.chaos.oracle import compare, torn_restores
-from toprope.store.log.chain import read_log
-from toprope.store.look.verify import verify_checkpoint, verify_facts
-from toprope.store.objects.directory import DirectoryStore
+from toprope.chaos.live.netns import NetNode, why_not
 
 STEPS, HIT_AT = 60, 18
 pytestmark = [
@@ -27,70 +30,67 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(scope="module")
-def in_namespaces() -> Iterator[ForkServer]:
-    become_subreaper()
-    with warm_for_namespaces() as server:
-        yield server
+def cut_out(node: NetNode) -> None:
+    node.cut_way("out")
 
 
-def begin(job: NetJob, nodes: str = "ab") -> None:
-    for node in job.network.nodes.values():
-        job.start_sidecar(node)
-    job.train(nodes)
-    job.train_to(HIT_AT)
-    job.wait(lambda desired: desired.protected_step >= EVERY, what="a step is protected")
+def cut_in(node: NetNode) -> None:
+    node.cut_way("in")
 
 
-def assert_as_if_nothing_had_happened(job: NetJob, reference: Reference) -> None:
-    job.journal.read()
-    assert torn_restores(job.journal.events) == ()
-    judgement = compare(read_finals(job.ranks.out), reference(world=2, arguments=arguments(steps=STEPS)), world=2)
-    assert judgement.differences == ()
-    assert judgement.identical
-
-
-def assert_no_false_commit(job: NetJob) -> None:
-    """Each READY has all that it names; nothing of an attempt came after the next had opened."""
-    store = DirectoryStore(job.directory / "store")
-    state = read_log(store, "networks")  # it replays the log by the rules, and fails where one is broken
-    assert state.live
-    assert [damage for seq in state.live for damage in verify_checkpoint(store, state, seq).damages] == []
-    assert verify_facts(store, state) == ()
-
-
-def test_a_node_whose_link_is_down_is_replaced_and_what_it_still_says_counts_for_nothing(
-    tmp_path: Path, in_namespaces: ForkServer, reference: Reference
+@pytest.mark.parametrize("cut", [NetNode.cut, cut_out, cut_in], ids=["down", "out", "in"])
+def test_a_node_that_is_cut_off_is_replaced_and_what_it_still_says_counts_for_nothing(
+    cut: Callable[[NetNode], None], tmp_path: Path, fork_server: ForkServer, reference: Reference
 ) -> None:
-    with net_job(tmp_path, in_namespaces, steps=STEPS, nodes="abc") as job:
-        begin(job)
+    with net_job(tmp_path, fork_server, steps=STEPS, nodes="abc") as job:
+        begin(job, to=HIT_AT)
         lost = job.network.nodes["b"]
-        lost.cut()
+        cut(lost)
         job.wait_lost()
         job.wait(lambda desired: desired.attempt is not None, what="the coordinator serves")
         newest = job.newest_step()
         job.train("ac")
         job.train_to(newest + EVERY)
         lost.heal()  # it is back, with slots and copies of an attempt that is over
-        job.ranks.finish(timeout_s=240.0)
-        job.wait(lambda desired: desired.ready_step == STEPS - STEPS % EVERY, what="the last step is READY")
+        finish(job)
         assert_as_if_nothing_had_happened(job, reference)
         assert_no_false_commit(job)
-        begins = [event for event in job.journal.events if event.event == "begin" and event.step > 0]
-        assert {event.step for event in begins} != set()
-        assert newest - min(event.step for event in begins) <= 2 * EVERY
-        sources = {shard["tier"] for event in begins for shard in event.restored}
-        assert sources & {"memory", "peer"}, "it went on from memory"
+        assert_went_on_from_memory(job, newest)
 
 
-def test_a_lossy_link_costs_time_and_nothing_else(
-    tmp_path: Path, in_namespaces: ForkServer, reference: Reference
-) -> None:
-    with net_job(tmp_path, in_namespaces, steps=STEPS) as job:
-        begin(job)
-        job.network.nodes["b"].lose(10)
-        job.ranks.finish(timeout_s=300.0)
-        job.wait(lambda desired: desired.ready_step == STEPS - STEPS % EVERY, what="the last step is READY")
+def assert_went_on_from_memory(job: NetJob, newest: int) -> None:
+    """Little was lost of what had been trained when the ranks gave each other up."""
+    begins = [event for event in job.journal.events if event.event == "begin" and event.step > 0]
+    assert begins
+    assert newest - min(event.step for event in begins) <= 2 * EVERY
+    assert {shard["tier"] for event in begins for shard in event.restored} & {"memory", "peer"}
+
+
+def test_a_slow_link_costs_time_and_nothing_else(tmp_path: Path, fork_server: ForkServer, reference: Reference) -> None:
+    with net_job(tmp_path, fork_server, steps=STEPS) as job:
+        begin(job, to=HIT_AT)
+        job.network.nodes["b"].slow(3000)
+        finish(job)
         assert job.ranks.starts == 1, "no rank was lost"
         assert_as_if_nothing_had_happened(job, reference)
         assert_no_false_commit(job)
+
+
+def test_a_coordinator_that_is_far_away_is_late_and_nothing_else(
+    tmp_path: Path, fork_server: ForkServer, reference: Reference
+) -> None:
+    with net_job(tmp_path, fork_server, steps=STEPS) as job:
+        target, here = f"{job.network.address}:{job.coordinator_port}", job.network.address
+        with detour(tmp_path / "proxy", target=target, host=here) as way:
+            job.way_to_coordinator = f"http://{here}:{way.port}"
+            way.tell("delay 0.3")
+            begin(job, to=HIT_AT)
+            for rank in range(2):
+                assert job.ranks.kill(rank) in {-9, 1}
+            newest = job.newest_step()
+            job.train("ab")
+            finish(job)
+            assert any(text.startswith("delay") for text in way.done())
+            assert_as_if_nothing_had_happened(job, reference)
+            assert_no_false_commit(job)
+            assert_went_on_from_memory(job, newest)
