@@ -23,33 +23,47 @@ from toprope.store.objects.protocol import ObjectStore
 
 KEPT_INDEX_BYTES = 64 * 1024 * 1024
 """How much of the indexes that were read is kept: those of a step that became READY are the base of the next one."""
+KEPT_TURNS = 4
+"""How many steps later an index that was not used again is let go of: few are the base of more than the next one."""
 
 
 class IndexBodies:
-    """Indexes as they were read, by their SHA-256, up to a size in all; the ones used last. Used by many threads."""
+    """Indexes as they were read, by their SHA-256: those used for the last steps, up to a size in all. Thread-safe."""
 
     def __init__(self, *, most_bytes: int = KEPT_INDEX_BYTES) -> None:
         self._most_bytes = most_bytes
-        self._bytes = 0
-        self._bodies: OrderedDict[str, bytes] = OrderedDict()
+        self._bytes = self._turn = 0
+        self._bodies: OrderedDict[str, tuple[bytes, int]] = OrderedDict()
         self._mutex = threading.Lock()
 
     def get(self, named: str) -> bytes | None:
         """Return the bytes that have this SHA-256, if they are kept."""
         with self._mutex:
-            if named in self._bodies:
-                self._bodies.move_to_end(named)
-            return self._bodies.get(named)
+            if named not in self._bodies:
+                return None
+            body, _ = self._bodies.pop(named)
+            self._bodies[named] = body, self._turn
+            return body
 
     def keep(self, body: bytes) -> None:
         """Keep an index, and let go of others if that is too much."""
         named = sha256(body)
         with self._mutex:
-            if named not in self._bodies:
-                self._bodies[named] = body
+            if self._bodies.pop(named, None) is None:
                 self._bytes += len(body)
+            self._bodies[named] = body, self._turn
             while self._bytes > self._most_bytes:
-                self._bytes -= len(self._bodies.popitem(last=False)[1])
+                self._drop_oldest()
+
+    def turn(self) -> None:
+        """Let go of what was not used for the last steps, now that another one is to become READY."""
+        with self._mutex:
+            self._turn += 1
+            while self._bodies and next(iter(self._bodies.values()))[1] < self._turn - KEPT_TURNS:
+                self._drop_oldest()
+
+    def _drop_oldest(self) -> None:
+        self._bytes -= len(self._bodies.popitem(last=False)[1][0])
 
 
 class ThreadedStore:
@@ -70,6 +84,7 @@ class ThreadedStore:
 
     async def create_manifest(self, key: Key, body: bytes) -> None:
         """Create a manifest; the key names its bytes, so what exists is the same."""
+        self._bodies.turn()
         with contextlib.suppress(AlreadyExistsError):
             await asyncio.to_thread(self._store.create, key, body)
 
