@@ -173,5 +173,5 @@ class Roll:
         return self._listed
 
 
-def _place(node: Node) -> tuple[bool, str, str, dict[str, str]]:
-    return node.alive, node.inventory.boot_id, node.url, node.inventory.domain
+def _place(node: Node) -> tuple[bool, str, str, dict[str, str], tuple[str, ...]]:
+    return node.alive, node.inventory.boot_id, node.url, node.inventory.domain, node.inventory.no_room_for

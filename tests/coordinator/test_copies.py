@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import msgspec
 from tests.support.reigns import Reign, copy_of
 
+from toprope.coordinator.events import Heard
 from toprope.coordinator.overview import overview
 from toprope.coordinator.wire import Kept
 
@@ -131,3 +133,17 @@ def test_a_copy_that_never_comes_is_not_waited_for_for_ever() -> None:
     assert reign.desired.aim == 4
     reign.wait(61)
     assert reign.desired.aim == 0
+
+
+def test_a_node_that_says_it_has_no_room_gives_way_to_one_that_has_as_soon_as_it_says_so() -> None:
+    reign = training_with(1, "c")
+
+    def holders_of(owner: str) -> list[str]:
+        return [place.holder for place in reign.desired.placement if place.owner == owner]
+
+    before = holders_of("a")
+    assert before == ["b"]
+    inventory = msgspec.structs.replace(reign.nodes["b"].say(), no_room_for=("a",))
+    reign.do(Heard(inventory=inventory, live=True, now_s=reign.now_s))
+    assert holders_of("a") == ["c"]
+    assert holders_of("b"), "it holds what it has room for, and is held"
