@@ -39,7 +39,7 @@ def meeting() -> Iterator[str]:
 
 def keeper(*python: str, frozen: float = 10.0, ends: str = "") -> list[str]:
     module = "toprope.trainer_hooks.torchrun.worker"
-    return ["--no-python", sys.executable, "-m", module, str(os.getpid()), str(frozen), ends, "--", *python]
+    return ["--no-python", sys.executable, "-m", module, str(os.getpid()), str(frozen), ends, "", "--", *python]
 
 
 def test_one_node_is_run_as_it_was_said_and_its_ranks_are_kept(started: Started) -> None:
@@ -80,6 +80,8 @@ def test_a_place_where_nobody_listens_is_said_with_what_to_start(
         (["launch", "--frozen-after", "0", "--", "torchrun", "a.py"], "more than 0"),
         (["launch", "--frozen-after", "soon", "--", "torchrun", "a.py"], "invalid float value"),
         (["launch", "--", "torchrun", "--run-path", "a.py"], "--run-path"),
+        (["launch", "--warm", "torch", "--", "torchrun", "--no-python", "a.sh"], "--warm and another program"),
+        (["launch", "--warm", "torch,nothere", "--", "torchrun", "a.py"], "no module 'nothere'"),
         (["launch", "--rendezvous", "x", "--", "torchrun", "--nnodes=2", "--rdzv-id=j", "a.py"], "not HOST:PORT"),
         (["rendezvous", "--listen", "29400"], "not HOST:PORT"),
         (["rendezvous", "--listen", "127.0.0.1:99999"], "not HOST:PORT"),

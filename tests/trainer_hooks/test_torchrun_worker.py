@@ -26,7 +26,15 @@ class Kept:
     def __init__(self, directory: Path, code: str, *, frozen_s: float = 60.0, agent: int | None = None) -> None:
         self.pids, self.ends = directory / "pids", directory / "ends"
         me = os.getpid() if agent is None else agent
-        module = ["-m", "toprope.trainer_hooks.torchrun.worker", str(me), str(frozen_s), str(self.ends), "--"]
+        module = [
+            "-m",
+            "toprope.trainer_hooks.torchrun.worker",
+            str(me),
+            str(frozen_s),
+            str(self.ends),
+            "",
+            "--",
+        ]
         env = {"PIDS": str(self.pids), "RANK": "3", "TORCHELASTIC_RESTART_COUNT": "2"}
         self.command = [sys.executable, *module, sys.executable, "-c", code]
         self.env = env

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import importlib.util
 import json
 import os
 import signal
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -15,7 +17,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from toprope.trainer_hooks.errors import UsageError
-from toprope.trainer_hooks.torchrun import settings
+from toprope.trainer_hooks.torchrun import settings, warm
 
 EXIT_AWAY = 4
 _MODULE = "toprope.trainer_hooks.torchrun.worker"
@@ -47,6 +49,12 @@ def launch_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--ends", default="", metavar="FILE", help="append how and why each rank ended, a JSON line each"
+    )
+    parser.add_argument(
+        "--warm",
+        default="",
+        metavar="MODULES",
+        help="modules, as torch,transformers, that one process of each node imports once: ranks are forked from it",
     )
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- torchrun ...", help="as without ckpt launch")
     return parser
@@ -93,11 +101,44 @@ def launch(words: Sequence[str]) -> int:
         return _fail(given.rdzv_endpoint or args.rendezvous)
     tail = [given.training_script, *given.training_script_args]
     head = theirs[: len(theirs) - len(tail)]
-    program = [sys.executable, "-m", _MODULE, str(os.getpid()), str(args.frozen_after), _absolute(args.ends), "--"]
+    name = _warmed(args.warm, given) if args.warm else ""
+    program = [
+        sys.executable,
+        "-m",
+        _MODULE,
+        str(os.getpid()),
+        str(args.frozen_after),
+        _absolute(args.ends),
+        name,
+        "--",
+    ]
     if not given.no_python:
         program += [os.environ.get("PYTHON_EXEC", sys.executable), "-u", *(["-m"] if given.module else [])]
     run.main(settings.in_care(head, program=program, tail=tail, safe=safe))
     return 0
+
+
+def _warmed(modules: str, given: argparse.Namespace) -> str:
+    """Start the process that ranks are forked from; return the name of its socket.
+
+    Raises:
+        UsageError: ranks are no Python of ours, or a module is not there.
+    """
+    if given.no_python or os.environ.get("PYTHON_EXEC", sys.executable) != sys.executable:
+        raise UsageError("--warm and another program than this Python: ranks can't be forked from it; leave out --warm")
+    names = [name.strip() for name in modules.split(",") if name.strip()]
+    for name in names:
+        if importlib.util.find_spec(name.partition(".")[0]) is None:
+            raise UsageError(f"--warm {modules}: there is no module {name!r}")
+    listening, name = warm.listen()
+    env = dict(os.environ)
+    if str(given.nproc_per_node) != "1":
+        env.setdefault("OMP_NUM_THREADS", "1")  # as torchrun has it for the ranks
+    file = listening.fileno()
+    command = [sys.executable, "-u", "-m", warm.__name__, str(os.getpid()), str(file), *names]
+    subprocess.Popen(command, pass_fds=[file], env=env, start_new_session=True, stdin=subprocess.DEVNULL)  # noqa: S603 - our own; it dies with this process
+    listening.close()
+    return name
 
 
 def rendezvous(words: Sequence[str]) -> int:

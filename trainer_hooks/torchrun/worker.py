@@ -1,9 +1,10 @@
 """The keeper of one rank, between torchrun's agent and the trainer. It loads no torch and takes about 10 MB.
 
-``python -m toprope.trainer_hooks.torchrun.worker AGENT_PID FROZEN_S ENDS_FILE -- COMMAND`` starts the command and ends
-as it does. The trainer dies with its keeper and the keeper with the agent, so that no orphan trains on. A trainer that
-stands still (SIGSTOP, a frozen container) for ``FROZEN_S`` seconds is killed, and at once when it is told to end, which
-it could not hear. Why it ended goes to standard error and, a JSON line each, into ENDS_FILE if one is named.
+``python -m toprope.trainer_hooks.torchrun.worker AGENT_PID FROZEN_S ENDS_FILE WARM -- COMMAND`` starts the command, or
+has the warm process at the socket ``WARM`` become it (empty: there is none), and ends as it does. The trainer dies
+with its keeper and the keeper with the agent, so that no orphan trains on. A trainer that stands still (SIGSTOP, a
+frozen container) for ``FROZEN_S`` seconds is killed, and at once when it is told to end, which it could not hear. Why
+it ended goes to standard error and, a JSON line each, into ENDS_FILE if one is named.
 """
 
 from __future__ import annotations
@@ -19,11 +20,14 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Protocol
 
 from toprope.trainer_hooks.torchrun.parent import die_with_parent
 
 _PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 _TOLD_TO_END = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGQUIT, signal.SIGHUP})
+_AWAITED = frozenset({*_PASSED_ON, signal.SIGCHLD, signal.SIGIO})
+"""The last two say that the child may have ended, a cold one and a warm one."""
 _LOOK_S = 0.5
 
 
@@ -46,19 +50,48 @@ class End:
         return f"ckpt launch: {place} ended {how} after {self.seconds:.0f} s: {self.why}"
 
 
+class Child(Protocol):
+    """A process that is kept."""
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+
+    def poll(self) -> int | None:
+        """Return its status once it has ended."""
+
+    def send_signal(self, number: int, /) -> None:
+        """Signal it."""
+
+    def kill(self) -> None:
+        """Kill it."""
+
+
+def started(command: Sequence[str], *, warm: str = "") -> Child:
+    """Start a command, by a fork of the warm process at the socket ``warm`` if there is one and it can."""
+    if warm:
+        from toprope.trainer_hooks.torchrun.warm import ColdError, Order, forked  # noqa: PLC0415 - needed here alone
+
+        try:
+            return forked(warm, Order(command=tuple(command), env=dict(os.environ), directory=os.getcwd()))  # noqa: PTH109 - a text
+        except ColdError as error:
+            _say(f"ckpt launch: this rank starts cold: {error}", status=0)
+    me = os.getpid()
+
+    def prepare() -> None:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _AWAITED)
+        die_with_parent(me)
+
+    # a group of its own: torchrun signals the keeper's, and what is passed on is to arrive once
+    return subprocess.Popen(command, process_group=0, preexec_fn=prepare)  # noqa: PLW1509, S603 - two system calls in a process without threads; the user's own command
+
+
 class Keeper:
-    """Starts one command, passes signals on to it, and knows why it ended."""
+    """Passes signals on to one process, and knows why it ended."""
 
-    def __init__(self, command: Sequence[str], *, frozen_s: float) -> None:
-        """Start it. The signals that are to be passed on must be blocked in this process."""
-        me = os.getpid()
-
-        def prepare() -> None:
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, {*_PASSED_ON, signal.SIGCHLD})
-            die_with_parent(me)
-
-        # a group of its own: torchrun signals the keeper's, and what is passed on is to arrive once
-        self._child = subprocess.Popen(command, process_group=0, preexec_fn=prepare)  # noqa: PLW1509, S603 - two system calls in a process without threads; the user's own command
+    def __init__(self, child: Child, *, frozen_s: float) -> None:
+        """Keep it. The signals that are awaited must be blocked in this process."""
+        self._child = child
         self._frozen_s = frozen_s
         self._began_s = time.monotonic()
         self._stands_since_s: float | None = None
@@ -72,11 +105,11 @@ class Keeper:
     def run(self) -> int:
         """Return its status once it has ended."""
         while True:
-            told = signal.sigtimedwait({*_PASSED_ON, signal.SIGCHLD}, _LOOK_S)
+            told = signal.sigtimedwait(_AWAITED, _LOOK_S)
             status = self._child.poll()
             if status is not None:
                 return status
-            if told is not None and told.si_signo != signal.SIGCHLD:
+            if told is not None and told.si_signo in _PASSED_ON:
                 self._child.send_signal(told.si_signo)
                 if told.si_signo in _TOLD_TO_END:
                     self._why = f"it was told to end ({signal.Signals(told.si_signo).name})"
@@ -117,11 +150,11 @@ def _stands_still(pid: int) -> bool:
 
 def main(words: Sequence[str] | None = None) -> int:
     """Keep one rank; end as it ended."""
-    agent, frozen_s, ends, _, *command = sys.argv[1:] if words is None else words
+    agent, frozen_s, ends, warm, _, *command = sys.argv[1:] if words is None else words
     die_with_parent(int(agent))
-    signal.pthread_sigmask(signal.SIG_BLOCK, {*_PASSED_ON, signal.SIGCHLD})
+    signal.pthread_sigmask(signal.SIG_BLOCK, _AWAITED)
     try:
-        keeper = Keeper(command, frozen_s=float(frozen_s))
+        keeper = Keeper(started(command, warm=warm), frozen_s=float(frozen_s))
     except OSError as error:
         return _say(f"ckpt launch: {command[0]}: {os.strerror(error.errno or 0)}", status=127)
     status = keeper.run()
