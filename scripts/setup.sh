@@ -39,4 +39,5 @@ if [ ! -x .venv/bin/python ]; then
     "$python" -m venv .venv
 fi
 say "installing Python packages (a few minutes the first time)"
-.venv/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[service,torch,dev]'
+.venv/bin/python -m pip install -qq --disable-pip-version-check --log .venv/set-up.log -c constraints.txt \
+    -e '.[service,torch,dev]' || { say "pip failed; .venv/set-up.log ends with the reason"; exit 1; }

@@ -7,9 +7,11 @@ import subprocess
 import sys
 import tomllib
 import zipfile
+from importlib.metadata import metadata
 from pathlib import Path
 
 import pytest
+from packaging.specifiers import SpecifierSet
 from tests.support.source import PACKAGES, ROOT
 
 import toprope
@@ -70,3 +72,12 @@ def test_the_wheel_holds_each_module_once_and_nothing_else(tmp_path: Path) -> No
     assert {name for name in names if name.endswith(".toml")} == scenarios != set()
     outside = [name for name in names if not name.startswith(("toprope/", "toprope-"))]
     assert outside == []
+
+
+def test_each_pinned_package_installs_on_the_oldest_python_that_is_promised() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    oldest = f"{project['requires-python'].removeprefix('>=')}.0"
+    pins = [line.partition("==")[0] for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line]
+    wanted = {name: metadata(name)["Requires-Python"] for name in pins}
+    assert len(wanted) > 50
+    assert {name: python for name, python in wanted.items() if python and oldest not in SpecifierSet(python)} == {}
