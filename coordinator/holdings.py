@@ -7,15 +7,14 @@ however many ranks there are.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
 from toprope.coordinator.placement import Domain
 from toprope.coordinator.protection import Safety
 from toprope.coordinator.roll import Node
-from toprope.coordinator.wire import Copy, Tier
+from toprope.coordinator.wire import Copy
 
 
 class Stand(NamedTuple):
@@ -50,6 +49,9 @@ class _Rank:
     newest_peer: int
 
 
+_NOTHING = _Rank(stands={}, newest_memory=0, newest_peer=0)
+
+
 @dataclass(slots=True)
 class Holdings:
     """What is held of the attempt ``attempt_uid`` of ``world`` ranks."""
@@ -60,9 +62,9 @@ class Holdings:
     _ranks_of: dict[str, tuple[int, ...]] = field(default_factory=dict)
     _stale: set[int] = field(default_factory=set)
     _ranks: dict[int, _Rank] = field(default_factory=dict)
-    _steps: dict[int, Counter[Stand]] = field(default_factory=dict)
-    _newest_memory: Counter[int] = field(default_factory=Counter)
-    _newest_peer: Counter[int] = field(default_factory=Counter)
+    _steps: dict[int, dict[Stand, int]] = field(default_factory=dict)
+    _newest_memory: dict[int, int] = field(default_factory=dict)
+    _newest_peer: dict[int, int] = field(default_factory=dict)
 
     def see(self, node: Node) -> None:
         """Take in what a node says now; one that is not alive holds nothing."""
@@ -80,7 +82,8 @@ class Holdings:
         copies: dict[int, list[Copy]] = {}
         skipped: dict[int, list[int]] = {}
         for copy in node.inventory.copies:
-            if copy.attempt_uid == self.attempt_uid and copy.world == self.world and 0 <= copy.rank < self.world:
+            counts = copy.tier != "local" and copy.world == self.world and 0 <= copy.rank < self.world
+            if counts and copy.attempt_uid == self.attempt_uid:
                 copies.setdefault(copy.rank, []).append(copy)
         for skip in node.inventory.skipped:
             if skip.attempt_uid == self.attempt_uid and 0 <= skip.rank < self.world:
@@ -89,14 +92,6 @@ class Holdings:
         return {
             rank: (domain, tuple(copies.get(rank, ())), tuple(skipped.get(rank, ()))) for rank in {*copies, *skipped}
         }
-
-    def newest(self, rank: int) -> dict[Tier, int]:
-        """Return the newest step of a rank in each tier that has one."""
-        found: dict[Tier, int] = {}
-        for _, copies, _ in self._said.get(rank, {}).values():
-            for copy in copies:
-                found[copy.tier] = max(copy.step, found.get(copy.tier, 0))
-        return found
 
     def assess(self, *, copies: int, placed: int, aim: int = 0) -> Safety:
         """Return what is safe where.
@@ -128,7 +123,7 @@ class Holdings:
 
     def _absent(self, step: int) -> int:
         """Return how many ranks have nothing of a step."""
-        return self.world - self._steps[step].total()
+        return self.world - sum(self._steps[step].values())
 
     def _least(self, step: int) -> int:
         return -1 if self._absent(step) else min((stand.copies for stand in self._steps[step]), default=-1)
@@ -162,87 +157,73 @@ class Holdings:
 
     def _recount(self) -> None:
         for rank in sorted(self._stale):
-            before, now = self._ranks.pop(rank, None), _rank(self._said.get(rank, {}))
-            if before is not None:
-                self._count(before, by=-1)
-            self._count(now, by=1)
+            before, now = self._ranks.get(rank, _NOTHING), _rank(self._said.get(rank, {}))
+            for step in {*before.stands, *now.stands}:
+                old, new = before.stands.get(step), now.stands.get(step)
+                if old != new:
+                    self._restand(step, old, new)
+            _move(self._newest_memory, before.newest_memory, now.newest_memory)
+            _move(self._newest_peer, before.newest_peer, now.newest_peer)
             self._ranks[rank] = now
         self._stale.clear()
 
-    def _count(self, rank: _Rank, *, by: int) -> None:
-        for step, stand in rank.stands.items():
-            tally = self._steps.setdefault(step, Counter())
-            _add(tally, stand, by)
-            if not tally:
-                del self._steps[step]
-        _add(self._newest_memory, rank.newest_memory, by)
-        _add(self._newest_peer, rank.newest_peer, by)
+    def _restand(self, step: int, old: Stand | None, new: Stand | None) -> None:
+        tally = self._steps.setdefault(step, {})
+        if old is not None:
+            tally[old] -= 1
+            if not tally[old]:
+                del tally[old]
+        if new is not None:
+            tally[new] = tally.get(new, 0) + 1
+        if not tally:
+            del self._steps[step]
 
 
-def _add(tally: Counter[Stand] | Counter[int], what: Stand | int, by: int) -> None:
-    tally[what] += by  # type: ignore[index] # each tally counts one kind
-    if not tally[what]:  # type: ignore[index]
-        del tally[what]  # type: ignore[arg-type]
-
-
-@dataclass(slots=True)
-class _Lines:
-    """What all nodes say of a rank, by step: who holds it with which digest."""
-
-    memory: dict[int, list[tuple[Domain, str]]] = field(default_factory=dict)
-    peer: dict[int, list[tuple[Domain, str]]] = field(default_factory=dict)
-    stored: set[int] = field(default_factory=set)
-    skipped: set[int] = field(default_factory=set)
-    reached: dict[str, int] = field(default_factory=dict)
-    """By holder its newest peer copy."""
-    holders: set[tuple[str, int]] = field(default_factory=set)
-
-    def add(self, node: str, said: _Said) -> None:
-        domain, copies, skipped = said
-        self.skipped.update(skipped)
-        for copy in copies:
-            if copy.tier == "object":
-                self.stored.add(copy.step)
-            elif copy.tier == "memory":
-                self.memory.setdefault(copy.step, []).append((domain, copy.digest))
-            elif copy.tier == "peer":
-                self.peer.setdefault(copy.step, []).append((domain, copy.digest))
-                self.holders.add((node, copy.step))
-                self.reached[node] = max(copy.step, self.reached.get(node, 0))
-
-    def copies(self, step: int, *, agreed: bool) -> int:
-        own = self.memory.get(step)
-        if not own or not agreed:
-            return -1
-        peers = {domain for domain, _ in self.peer.get(step, ())}
-        return max(len(peers - {domain}) for domain, _ in own)
-
-    def passed(self, step: int) -> bool:
-        return any(reached > step and (node, step) not in self.holders for node, reached in self.reached.items())
+def _move(newest: dict[int, int], old: int, new: int) -> None:
+    """Count a rank whose newest step was ``old`` under ``new``; 0 is none."""
+    if old == new:
+        return
+    if old:
+        newest[old] -= 1
+    if new:
+        newest[new] = newest.get(new, 0) + 1
 
 
 def _rank(said: Mapping[str, _Said]) -> _Rank:
-    lines = _Lines()
-    for node, of_rank in said.items():
-        lines.add(node, of_rank)
-    newest_memory, newest_peer = max(lines.memory, default=0), max(lines.peer, default=0)
+    memory: dict[int, list[tuple[Domain, str]]] = {}
+    peer: dict[int, list[tuple[Domain, str]]] = {}
+    stored: set[int] = set()
+    skipped: set[int] = set()
+    held: dict[str, set[int]] = {}
+    for node, (domain, copies, never) in said.items():
+        skipped.update(never)
+        for copy in copies:
+            if copy.tier == "object":
+                stored.add(copy.step)
+            else:
+                (memory if copy.tier == "memory" else peer).setdefault(copy.step, []).append((domain, copy.digest))
+            if copy.tier == "peer":
+                held.setdefault(node, set()).add(copy.step)
+    newest_memory, newest_peer = max(memory, default=0), max(peer, default=0)
+    gone_by = [(max(steps), steps) for steps in held.values()]
     stands = {}
-    for step in _steps(lines.memory, lines.peer, lines.stored, lines.skipped):
-        gone_on = newest_memory > step
-        digests = {digest for _, digest in (*lines.memory.get(step, ()), *lines.peer.get(step, ()))}
-        agreed = len(digests) == 1
+    for step in {*memory, *peer, *stored, *skipped}:
+        own, others = memory.get(step, ()), peer.get(step, ())
+        agreed = len({digest for _, digest in own} | {digest for _, digest in others}) == 1
         stands[step] = Stand(
-            listed=bool(digests),
-            copies=lines.copies(step, agreed=agreed),
+            listed=bool(own or others),
+            copies=_apart(own, others) if own and agreed else -1,
             agreed=agreed,
-            stored=step in lines.stored,
-            lost=step not in lines.memory and (gone_on or step in lines.skipped),
-            gone_on=gone_on,
-            passed=lines.passed(step),
+            stored=step in stored,
+            lost=not own and (newest_memory > step or step in skipped),
+            gone_on=newest_memory > step,
+            passed=any(reached > step and step not in steps for reached, steps in gone_by),
             passing=newest_peer > step,
         )
     return _Rank(stands=stands, newest_memory=newest_memory, newest_peer=newest_peer)
 
 
-def _steps(*where: Iterable[int]) -> set[int]:
-    return set().union(*where)
+def _apart(own: Sequence[tuple[Domain, str]], others: Sequence[tuple[Domain, str]]) -> int:
+    """Return how many domains other than its own a shard is copied to."""
+    domains = {domain for domain, _ in others}
+    return max(len(domains - {domain}) for domain, _ in own)

@@ -7,7 +7,7 @@ import msgspec
 from toprope.coordinator.core import Core
 from toprope.coordinator.protection import Safety
 from toprope.coordinator.roll import Node
-from toprope.coordinator.wire import Cadence
+from toprope.coordinator.wire import Cadence, Tier
 
 _STEPS_TOLD = 3
 _RANKS_TOLD = 8
@@ -116,26 +116,26 @@ def _ranks(core: Core, safety: Safety | None) -> tuple[RankLine, ...]:
     if safety is None or facts is None or attempt is None:
         return ()
     lines = []
-    stored: dict[int, int] = {}
-    for copy in core.object_copies():
-        if copy.attempt_uid == attempt.uid:
-            stored[copy.rank] = max(copy.step, stored.get(copy.rank, 0))
+    held = [copy for node in core.roll.alive() for copy in node.inventory.copies]
+    newest: dict[tuple[int, Tier], int] = {}
+    for copy in (*held, *core.object_copies()):
+        if copy.attempt_uid == attempt.uid and copy.world == attempt.world_size:
+            newest[copy.rank, copy.tier] = max(copy.step, newest.get((copy.rank, copy.tier), 0))
     for member in facts.world:
         node = core.roll.nodes.get(member.node)
         there = node is not None and node.alive and node.inventory.boot_id == member.boot_id
         states = node.inventory.ranks if node is not None else ()
         step = max((one.step for one in states if (one.rank, one.attempt_uid) == (member.rank, attempt.uid)), default=0)
-        newest = core.holdings.newest(member.rank)
         lines.append(
             RankLine(
                 rank=member.rank,
                 node=member.node,
                 alive=there,
                 step=step,
-                memory=newest.get("memory", 0),
-                peer=newest.get("peer", 0),
-                local=newest.get("local", 0),
-                object=max(stored.get(member.rank, 0), newest.get("object", 0)),
+                memory=newest.get((member.rank, "memory"), 0),
+                peer=newest.get((member.rank, "peer"), 0),
+                local=newest.get((member.rank, "local"), 0),
+                object=newest.get((member.rank, "object"), 0),
             )
         )
     return tuple(lines)
