@@ -15,6 +15,8 @@ from toprope.store.log.records import Attempt
 
 UNANSWERED_MAX = 5
 """How often the store may not answer about a step, or an object of it, before a newer step goes first."""
+LEAST_READ_BYTES_PER_S = 20e6
+"""Nodes that read objects back more slowly than this are not waited for: the coordinator reads them itself."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -157,8 +159,10 @@ class Commits:
         if self.attempt is None or not self.under_way or self.under_way in self.dead:
             return ()
         receipts = self._of_ranks(self.under_way)
-        slow = now_s - self.under_way_since_s >= self.read_back_deadline_s
-        return readiness.assign((*receipts, *self._rested_on(receipts)), () if slow else readers, done=self.found)
+        written = (*receipts, *self._rested_on(receipts))
+        each = sum(receipt.copy.stored_bytes for receipt in written) / max(1, len(readers))
+        slow = now_s - self.under_way_since_s >= self.read_back_deadline_s + each / LEAST_READ_BYTES_PER_S
+        return readiness.assign(written, () if slow else readers, done=self.found)
 
     def _book(self, step: int) -> dict[int, Receipt]:
         """Return a receipt of a step for each rank, once each has one: one that rests on nothing without a receipt."""

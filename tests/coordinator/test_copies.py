@@ -7,6 +7,7 @@ from dataclasses import replace
 import msgspec
 from tests.support.reigns import Reign, copy_of
 
+from toprope.coordinator.effects import ReadBackHere
 from toprope.coordinator.events import Heard
 from toprope.coordinator.overview import overview
 from toprope.coordinator.wire import Kept
@@ -147,3 +148,18 @@ def test_a_node_that_says_it_has_no_room_gives_way_to_one_that_has_as_soon_as_it
     reign.do(Heard(inventory=inventory, live=True, now_s=reign.now_s))
     assert holders_of("a") == ["c"]
     assert holders_of("b"), "it holds what it has room for, and is held"
+
+
+def test_nodes_have_as_long_to_read_objects_back_as_these_are_large() -> None:
+    reign = training_with(1)
+    reign.held_back = {ReadBackHere}
+    for node, rank in (("a", 0), ("b", 1)):
+        large = msgspec.structs.replace(copy_of(uid(reign), 8, rank, "object"), stored_bytes=10**9)
+        reign.nodes[node].copies.append(large)
+    reign.hear()
+    assert {task.node for task in reign.desired.read_backs} == {"a", "b"}, "each reads what the other has written"
+    reign.wait(30 + 50 - 1)
+    assert reign.kept_back == [], "two objects, two readers, 20 MB a second"
+    reign.wait(2)
+    assert len(reign.kept_back) == 2
+    assert reign.desired.read_backs == ()
