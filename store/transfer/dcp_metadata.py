@@ -36,6 +36,7 @@ _KNOWN = {
     "pathlib._local PosixPath",
     "pathlib._local WindowsPath",
     "collections OrderedDict",
+    "builtins getattr",  # with which Python 3.11.0 to 3.11.3 pickles members of enums; kept as a name, never called
 }
 
 

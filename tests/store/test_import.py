@@ -7,6 +7,7 @@ import os
 import pickle
 import struct
 from collections import OrderedDict
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -167,6 +168,26 @@ def test_a_tensor_in_blocks_of_two_dimensions_is_put_together(tmp_path: Path) ->
     (directory / ".metadata").write_bytes(pickle.dumps(metadata))
     with pytest.raises(CorruptObjectError, match="its blocks have 36 of its 48 elements"):
         open_source(directory)
+
+
+class _PicklerOf3110(pickle.Pickler):
+    """Pickles members of enums as Python 3.11.0 to 3.11.3 does, which is what Debian 12 has: by ``getattr``."""
+
+    def reducer_override(self, value: object) -> Any:  # noqa: ANN401 - as pickle has it
+        return (getattr, (type(value), value.name)) if isinstance(value, Enum) else NotImplemented
+
+
+def test_what_an_early_python_3_11_wrote_is_taken(tmp_path: Path) -> None:
+    directory, root = tmp_path / "dcp", tmp_path / "store"
+    write_dcp(directory, STATE)
+    with (directory / ".metadata").open("rb") as file:
+        metadata = pickle.load(file)
+    with (directory / ".metadata").open("wb") as file:
+        _PicklerOf3110(file).dump(metadata)
+    assert b"getattr" in (directory / ".metadata").read_bytes()
+    assert ckpt("import", root, directory, "--job", "gpt") == 0
+    assert ckpt("export", root, tmp_path / "out", "--to", "torch") == 0
+    assert same(torch_file(tmp_path / "out"), STATE)
 
 
 class _Bomb:
