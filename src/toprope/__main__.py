@@ -6,6 +6,7 @@ reached; 64 wrong use, nothing changed; 130 interrupted.
 
 from __future__ import annotations
 
+import errno
 import importlib
 import os
 import sys
@@ -17,6 +18,7 @@ from toprope import __version__
 
 EXIT_USAGE = 64
 EXIT_INTERRUPTED = 130
+_NO_ROOM = {errno.ENOSPC, errno.EDQUOT}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,13 +111,30 @@ def main(arguments: Sequence[str] | None = None, *, passed: object = None) -> in
     program = PROGRAMS.get(word)
     if program is None:
         return _without_program(word, rest)
+    return _to_its_end(word, program, rest, passed=passed)
+
+
+def _to_its_end(word: str, program: Program, rest: list[str], *, passed: object) -> int:
+    """Run a program, and say in one line what ended it from outside: a person, or a stdout that takes no more."""
     try:
-        return _run_plain(program, rest) if program.function else _run(word, program, rest, passed=passed)
+        status = _run_plain(program, rest) if program.function else _run(word, program, rest, passed=passed)
+        sys.stdout.flush()
     except KeyboardInterrupt:
         return _fail("interrupted", status=EXIT_INTERRUPTED)
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the interpreter complains when it flushes
+        _leave_stdout()
         return 1
+    except OSError as error:
+        if error.errno not in _NO_ROOM:
+            raise
+        _leave_stdout()
+        return _fail(f"what it says can't be written: {error.strerror}", status=1)
+    return status
+
+
+def _leave_stdout() -> None:
+    """Write nothing more there: else the interpreter tries once more at its end, and complains."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _answer(text: str) -> int:
@@ -204,6 +223,8 @@ def _invoke(
         return EXIT_INTERRUPTED
     except errors.CkptError as error:
         return _fail(str(error), status=error.exit_status)
+    if status == EXIT_INTERRUPTED:  # which is what typer makes of Ctrl-C, without a word
+        raise KeyboardInterrupt
     return status if isinstance(status, int) else 0
 
 

@@ -24,6 +24,7 @@ from toprope.store.cli.shared import (
     RootOrAt,
     StepOption,
     metered,
+    names_of_jobs,
     only_job,
     print_json,
     print_table,
@@ -36,7 +37,6 @@ from toprope.store.look.show import (
     CheckpointLine,
     JobLog,
     checkpoint_lines,
-    job_names,
     named_objects,
     read_job,
     read_jobs,
@@ -70,7 +70,7 @@ def list_jobs(root: Root, job: JobOption = None, *, as_json: AsJson = False) -> 
     Exit status: 0, or 2 if the log of one of several jobs is damaged, which is said; the others are listed.
     """
     store = open_store(root)
-    logs, broken = read_jobs(store, [job] if job else job_names(store))
+    logs, broken = read_jobs(store, [job] if job else names_of_jobs(store, root))
     for damage in broken:
         say(str(damage))
     if as_json:

@@ -13,7 +13,8 @@ import msgspec
 import typer
 
 from toprope.store.cli.shared import JobOption, Root, only_job, put
-from toprope.store.log.chain import Entry, follow_entries
+from toprope.store.errors import StoreError
+from toprope.store.log.chain import Entry, follow_entries, read_entries
 from toprope.store.look.show import read_job, record_lines
 from toprope.store.objects.opening import open_store
 
@@ -35,8 +36,14 @@ def log(
     Exit status: 0 done; 2 a record is damaged, and none after it is shown; 130 after Ctrl-C.
     """
     store = open_store(root)
-    found = read_job(store, only_job(store, root, job))
+    name = only_job(store, root, job)
     show = _print_json_lines if as_json else print_records
+    try:
+        found = read_job(store, name)
+    except StoreError:
+        for entry, _ in read_entries(store, name):  # what stands before the damage, which it then raises again
+            show([entry])
+        raise
     show(found.entries)
     if not follow:
         return

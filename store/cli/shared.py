@@ -47,16 +47,28 @@ def only_job(store: ObjectStore, root: str, job: str | None) -> str:
 
     Raises:
         NothingToVerifyError: there are none.
-        UsageError: there are several, and none was named.
+        UsageError: there are several, and none was named; or ``root`` is itself the directory of a job.
     """
     if job is not None:
         return job
-    names = job_names(store)
+    names = names_of_jobs(store, root)
     if len(names) == 1:
         return names[0]
     if not names:
         raise NothingToVerifyError(f"{root}: no jobs")
     raise UsageError(f"{root} holds {len(names)} jobs: give --job, one of {', '.join(names)}")
+
+
+def names_of_jobs(store: ObjectStore, root: str) -> tuple[str, ...]:
+    """Return the names of all jobs in a store, in order.
+
+    Raises:
+        UsageError: it has none, because ``root`` is itself the directory of a job.
+    """
+    names = job_names(store)
+    if not names and any(True for _ in store.list("log/")):
+        raise UsageError(f"{root} is the directory of a job, not a store: give the one that it lies in")
+    return names
 
 
 def table(*columns: str) -> Table:

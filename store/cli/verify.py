@@ -12,12 +12,22 @@ import typer
 
 from toprope.store.checkpoint.assemble import read_indexes
 from toprope.store.checkpoint.ready import Damage
-from toprope.store.cli.shared import AsJson, JobOption, RootOrAt, StepOption, metered, print_json, put, say
+from toprope.store.cli.shared import (
+    AsJson,
+    JobOption,
+    RootOrAt,
+    StepOption,
+    metered,
+    names_of_jobs,
+    print_json,
+    put,
+    say,
+)
 from toprope.store.errors import NothingToVerifyError, UsageError
 from toprope.store.log.chain import read_on
 from toprope.store.log.fold import JobState
 from toprope.store.look.sample import Sample, Sampled, parse_sample, sample_checkpoint, untold
-from toprope.store.look.show import job_names, read_jobs
+from toprope.store.look.show import read_jobs
 from toprope.store.look.verify import CheckpointReport, plan, verify_checkpoint, verify_facts
 from toprope.store.objects.opening import open_store
 from toprope.store.objects.protocol import ObjectStore
@@ -111,7 +121,7 @@ def _planned(
 
     That one job of several has nothing is no error.
     """
-    names = job_names(store)
+    names = names_of_jobs(store, root)
     if not names:
         raise NothingToVerifyError(f"{root}: no jobs, so nothing to verify")
     logs, broken = read_jobs(store, [job] if job else names)

@@ -200,6 +200,16 @@ def test_nothing_to_verify_is_3(root: Path, tmp_path: Path, capsys: pytest.Captu
     assert ckpt("restore", root, "--job", "new", "--to", tmp_path / "out") == 3
 
 
+@pytest.mark.parametrize("command", ["ls", "show", "verify", "log"])
+def test_the_directory_of_a_job_is_not_taken_for_an_empty_store(
+    root: Path, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    assert ckpt(command, root / "gpt") == 64
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err == f"ckpt: {root}/gpt is the directory of a job, not a store: give the one that it lies in\n"
+
+
 @pytest.mark.parametrize("command", ["ls", "show", "verify"])
 def test_a_store_that_cannot_be_reached_is_4(tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str) -> None:
     assert ckpt(command, tmp_path / "gone") == 4
@@ -299,3 +309,11 @@ def test_a_missing_extra_is_one_clear_line() -> None:
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (64, "")
     assert done.stderr == "ckpt: `ckpt ls` needs the package 'typer': install toprope[service]\n"
+
+
+@pytest.mark.parametrize("options", [[], ["-u"]], ids=["at the end", "at once"])
+def test_what_cannot_be_printed_is_said_in_one_line(root: Path, options: list[str]) -> None:
+    command = [sys.executable, *options, "-m", "toprope", "ls", str(root)]
+    with Path("/dev/full").open("w") as full:  # each write to it fails, as on a full disk
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert (done.returncode, done.stderr) == (1, "ckpt: what it says can't be written: No space left on device\n")

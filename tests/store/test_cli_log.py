@@ -57,19 +57,24 @@ def test_follow_goes_on_with_records_as_they_come(
 
     monkeypatch.setattr(time, "sleep", sleep)
     assert main(["log", root, "--job", "job", "--follow"]) == 130
-    lines = capsys.readouterr().out.splitlines()
+    out, err = capsys.readouterr()
+    assert err == "ckpt: interrupted\n"
+    lines = out.splitlines()
     assert [line.split()[0] for line in lines] == ["RECORD", "0", "1", "2", "3", "4", "5", "6"]
     assert lines[-1].endswith("step 30 of attempt 1, 1,134 bytes")
 
 
-def test_a_damaged_record_is_status_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_stands_before_a_damaged_record_is_shown_and_the_status_is_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     JobBuilder(DirectoryStore(tmp_path)).begin().checkpoint(10)
     path = sorted((tmp_path / "job" / "log").iterdir())[3]
     path.write_bytes(path.read_bytes().replace(b'"from_step":0', b'"from_step":1'))
     assert main(["log", str(tmp_path), "--job", "job"]) == 2
     out, err = capsys.readouterr()
-    assert out == ""
+    assert [line.split()[0] for line in out.splitlines()] == ["RECORD", "0", "1", "2"]
     assert err.startswith("ckpt: LOG_CORRUPT record 3")
+    assert err.count("\n") == 1
 
 
 def test_a_reason_of_several_lines_stays_on_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
