@@ -144,24 +144,29 @@ def test_a_copy_is_held_for_a_peer_for_as_long_as_its_size_may_take() -> None:
     assert [shout.what for shout in driver.all(do.Shout)] == ["use-deadline"]
 
 
+def no_room_for(driver: Driver) -> list[str]:
+    """Return the owners for whom there is no room, as it is published."""
+    return list(driver.inventory.no_room_for)
+
+
 def test_who_has_no_room_for_all_copies_of_an_owner_says_so_until_it_has() -> None:
     driver = holding()
     offer(driver, 1)
     failed = on.PullFailed(shard=shard(1, rank=1), spare=0, reason="does not fit")
     driver.on(failed)
-    assert driver.inventory.no_room_for == ()
+    assert no_room_for(driver) == []
     driver.on(replace(failed, no_room=True))
-    assert driver.inventory.no_room_for == ("b",)
+    assert no_room_for(driver) == ["b"]
     driver.on(on.MemorySeen(free=99))
-    assert driver.inventory.no_room_for == ("b",), "two spares of 50 bytes each"
+    assert no_room_for(driver) == ["b"], "two spares of 50 bytes each"
     driver.on(on.MemorySeen(free=100))
-    assert driver.inventory.no_room_for == ()
+    assert no_room_for(driver) == []
 
 
 def test_room_that_is_taken_by_copies_of_an_owner_counts_as_room_for_it() -> None:
     driver = holding(1)
     driver.on(on.PullFailed(shard=shard(2, rank=1), spare=1, reason="does not fit", no_room=True))
     driver.on(on.MemorySeen(free=49))
-    assert driver.inventory.no_room_for == ("b",)
+    assert no_room_for(driver) == ["b"]
     driver.on(on.MemorySeen(free=50))
-    assert driver.inventory.no_room_for == ()
+    assert no_room_for(driver) == []

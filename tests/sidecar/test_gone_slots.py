@@ -146,7 +146,7 @@ def served(node: Node, copy: Copy) -> bytes:
     """Return what a sidecar serves of a copy."""
     url = f"{node.url}/v1/copies/{copy.attempt_uid}/{copy.step}/{copy.rank}?tier={copy.tier}"
     with urllib.request.urlopen(url, timeout=20) as answer:
-        return answer.read()
+        return bytes(answer.read())
 
 
 @pytest.mark.fault("B94")

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from tests.support.outages import _launched
-from tests.support.strict_s3 import ACCESS_KEY, Rule, StrictS3, environment, strict_s3, write_credentials
+from tests.support.strict_s3 import ACCESS_KEY, Operation, Rule, StrictS3, environment, strict_s3, write_credentials
 
 from toprope.chaos.live.ask import get
 from toprope.chaos.live.cluster import Cadences, Cluster
@@ -69,7 +69,7 @@ def status(cluster: Cluster) -> dict[str, Any]:
 
 def break_down(store: StrictS3) -> None:
     """Let all writes fail from now on."""
-    writes = ("PutObject", "CreateMultipartUpload", "UploadPart", "CompleteMultipartUpload")
+    writes: tuple[Operation, ...] = ("PutObject", "CreateMultipartUpload", "UploadPart", "CompleteMultipartUpload")
     store.rules[:] = [Rule(operation=one, fault="500 InternalError", times=1 << 30) for one in writes]
 
 
