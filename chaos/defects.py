@@ -78,7 +78,7 @@ def _written_twice(before: Any) -> Any:  # noqa: ANN401 - stands in for any func
 def _once_failed_never_again(before: Any) -> Any:  # noqa: ANN401 - stands in for any function
     failed: list[Exception] = []
 
-    def put(self: Any, *arguments: Any, **named: Any) -> Any:  # noqa: ANN401 - as ObjectTier.put
+    def put(self: Any, *arguments: Any, **named: Any) -> Any:  # noqa: ANN401 - as ObjectTier.put or Puller.pull
         if failed:
             raise failed[0]
         try:
@@ -171,6 +171,12 @@ DEFECTS: dict[str, Defect] = {
         promise="READY again",
         safeguard="an upload that failed is tried again",
         patches={("toprope.sidecar.object_tier", "ObjectTier.put"): _once_failed_never_again},
+    ),
+    "never-pulled-again": Defect(
+        role="sidecar",
+        promise="protected again",
+        safeguard="a copy that could not be pulled from a peer is pulled again",
+        patches={("toprope.sidecar.pulling", "Puller.pull"): _once_failed_never_again},
     ),
     "raises": Defect(
         role="trainer",

@@ -23,6 +23,13 @@ class Restart(msgspec.Struct, frozen=True, kw_only=True):
     pids: tuple[int, ...]
 
 
+class Protection(msgspec.Struct, frozen=True, kw_only=True):
+    """From ``at_s`` (monotonic) on a coordinator said this to be the newest step that is protected."""
+
+    at_s: float
+    step: int
+
+
 class ReadyFact(msgspec.Struct, frozen=True, kw_only=True):
     """A READY record as it lies in the log."""
 
@@ -61,6 +68,7 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
     injections: tuple[Injection, ...] = ()
     restarts: tuple[Restart, ...] = ()
     readies: tuple[ReadyFact, ...] = ()
+    protections: tuple[Protection, ...] = ()
     log: tuple[str, ...] = ()
     log_trouble: str = ""
     verified: int = 0

@@ -156,6 +156,45 @@ def _ready_again(evidence: Evidence) -> Finding:
     return "held", [f"step {newest} was READY {evidence.ready_after_s:.1f} s after the last step ended"]
 
 
+def _protected_again(evidence: Evidence) -> Finding:
+    """Judge each stretch in which nothing disturbed the job, if it was long enough to ask for it."""
+    bound_s = evidence.scenario.bounds.protected_s
+    broken: list[str] = []
+    held: list[str] = []
+    for begin_s, end_s in undisturbed(evidence):
+        newest = _step_at(evidence, begin_s)
+        later = (one for one in evidence.protections if one.at_s >= begin_s and one.step > newest)
+        first = next(later, None)
+        line = f"undisturbed from {begin_s - evidence.began_s:.1f} s, step {newest}, on: "
+        if first is not None and first.at_s <= begin_s + bound_s:
+            held.append(f"{line}step {first.step} was protected {first.at_s - begin_s:.1f} s later")
+        elif end_s > begin_s + bound_s:
+            broken.append(f"{line}no newer step was protected within {bound_s:g} s")
+    return _finding(broken, *held) if broken or held else ("not judged", ["it was disturbed until the end"])
+
+
+def undisturbed(evidence: Evidence) -> list[tuple[float, float]]:
+    """Return the stretches of time after the first fault in which none was in force and no rank was being started."""
+    faults = [(one.at_s, max(one.at_s, one.until_s)) for one in evidence.injections if one.fired]
+    disturbed = [(evidence.began_s + begin_s, evidence.began_s + end_s) for begin_s, end_s in faults]
+    for restart in evidence.restarts:
+        begun_s = [event.monotonic_s for event in _begins(evidence, restart)]
+        disturbed.append((_blow_s(evidence, restart), max(begun_s, default=restart.at_s)))
+    found, until_s = [], 0.0
+    last_s = max((event.monotonic_s for event in evidence.events if event.event == "step"), default=0.0)
+    for begin_s, end_s in [*sorted(disturbed), (last_s, last_s)]:
+        if until_s and begin_s > until_s:
+            found.append((until_s, begin_s))
+        until_s = max(until_s, end_s)
+    return found
+
+
+def _step_at(evidence: Evidence, at_s: float) -> int:
+    """Return the newest step that ranks were at, at this time: what they have lost before no longer counts."""
+    last = {event.rank: event.step for event in evidence.events if event.monotonic_s <= at_s and event.step}
+    return max(last.values(), default=0)
+
+
 def _goes_on(evidence: Evidence) -> Finding:
     allowed = evidence.scenario.bounds.restarts
     hits = sum(one.fired and ends_trainers(one.fault, one.target) for one in evidence.injections)
@@ -267,6 +306,7 @@ _JUDGES: dict[str, Callable[[Evidence], Finding]] = {
     "verified": _verified,
     "READY once": _once,
     "READY again": _ready_again,
+    "protected again": _protected_again,
     "training goes on": _goes_on,
     "short stall": _short_stall,
     "recovers": _recovers,

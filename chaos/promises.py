@@ -9,6 +9,7 @@ PROMISES: dict[str, str] = {
     "verified": "every READY checkpoint verifies, byte for byte",
     "READY once": "the job log is whole and legal, and no step of an attempt is READY twice",
     "READY again": "once the faults are mended, the newest step that is due, and was saved by all ranks, becomes READY",
+    "protected again": "when nothing disturbs it any more, a newer step is protected within its bound",
     "training goes on": "no fault outside the trainer ends or restarts it",
     "short stall": "no step is held up by saving for longer than its bound",
     "recovers": "after each blow a new step is done within its bound",

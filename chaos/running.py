@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from toprope.chaos import gathering
-from toprope.chaos.evidence import Evidence, Restart
+from toprope.chaos.evidence import Evidence, Protection, Restart
 from toprope.chaos.faults.kinds import check
 from toprope.chaos.hits import costs_slots
 from toprope.chaos.journal import JournalReader, read_finals
@@ -182,6 +182,7 @@ class _Course:
     _used_s: float = 0.0
     _alive_s: float = 0.0
     _told: int = 0
+    _protections: list[Protection] = field(default_factory=list)
     _usage: Usage = field(default_factory=Usage)
     _ready_after_s: float = -1.0
 
@@ -254,6 +255,8 @@ class _Course:
         desired = self.site.cluster.desired()
         if desired is None:
             return
+        if desired.protected_step != self.protected_step:
+            self._protections.append(Protection(at_s=time.monotonic(), step=desired.protected_step))
         self.protected_step, self.ready_step = desired.protected_step, desired.ready_step
         self.due_from = desired.cadence.from_step
         if self.ready_step and time.monotonic() - self._used_s > _USED_S:
@@ -308,6 +311,7 @@ class _Course:
             finals=read_finals(site.world.out),
             injections=self._injections(),
             restarts=tuple(self.restarts),
+            protections=tuple(self._protections),
             ready_due=self._due(),
             ready_after_s=self._ready_after_s,
             told=gathering.told(site),

@@ -106,6 +106,8 @@ class Fault(_Part, frozen=True, kw_only=True):
 class Bounds(_Part, frozen=True, kw_only=True):
     """What is still good: seconds that ``end_step`` may take, from a blow to the next new step, and to the last READY.
 
+    ``protected_s``: from the end of a fault or a restart until a newer step is protected.
+
     ``restarts``: how often the world may be started again; without it, as often as a fault hit the trainer.
     ``lost_steps``: how many may be lost at a restart; without it, what the cadence and what was protected allow.
     """
@@ -113,6 +115,7 @@ class Bounds(_Part, frozen=True, kw_only=True):
     stall_s: _Seconds = 1.0
     recovered_s: _Seconds = 60.0
     ready_s: _Seconds = 30.0
+    protected_s: _Seconds = 20.0
     restarts: int | None = None
     lost_steps: int | None = None
 

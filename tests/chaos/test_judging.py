@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from toprope.chaos.evidence import Evidence, ReadyFact, Restart, Told, Use
+from toprope.chaos.evidence import Evidence, Protection, ReadyFact, Restart, Told, Use
 from toprope.chaos.hits import costs_slots
 from toprope.chaos.journal import Event, Final
-from toprope.chaos.judging import judge
+from toprope.chaos.judging import judge, undisturbed
 from toprope.chaos.promises import PROMISES
 from toprope.chaos.scenario import Bounds, Expected, Fault, Scenario, Workload
 from toprope.chaos.verdict import Injection, Verdict
@@ -23,6 +23,7 @@ SCENARIO = Scenario(
     label="chaos",
     fault=(Fault(do="kill", target="rank 1", at_step=10),),
     workload=Workload(steps=STEPS),
+    bounds=Bounds(protected_s=8.0),
     expected=Expected(told=("sidecar a: trouble",)),
 )
 KILL = Injection(
@@ -64,6 +65,7 @@ def evidence(**changes: object) -> Evidence:
         injections=(KILL,),
         restarts=(Restart(at_s=110.5, newest_step=10, protected_step=8, ended={1: -9}, pids=(30, 31)),),
         readies=(ReadyFact(number=3, attempt=1, step=8), ReadyFact(number=5, attempt=2, step=24)),
+        protections=(Protection(at_s=104.5, step=4), Protection(at_s=118.5, step=12)),
         log=("0 JOB", "1 ELECTED"),
         verified=2,
         ready_due=24,
@@ -103,6 +105,8 @@ BREAKS: list[tuple[str, dict[str, Any]]] = [
     ("verified", {"scenario": replace(SCENARIO, expected=Expected(damaged=True, told=SCENARIO.expected.told))}),
     ("READY once", {"readies": (*evidence().readies, ReadyFact(number=6, attempt=2, step=24))}),
     ("READY again", {"readies": evidence().readies[:1]}),  # whatever the coordinator says
+    ("protected again", {"protections": ()}),
+    ("protected again", {"protections": (Protection(at_s=105.0, step=12), Protection(at_s=114.0, step=8))}),
     ("training goes on", {"injections": (replace(KILL, target="sidecar a"),)}),
     ("short stall", {"events": with_event(2, took_s=1.5)}),
     ("recovers", {"restarts": restart(at_s=50.0)}),
@@ -175,6 +179,20 @@ def test_a_restart_is_as_long_as_from_the_blow_to_the_next_step_not_from_when_so
     assert judge(late).broken == ("recovers",)
     assert "a blow at 8.0 s, 6.0 s down" in next(one for one in judge(late).promises if one.name == "recovers").evidence
     assert judge(replace(late, injections=(replace(KILL, at_s=9.5),))).good
+
+
+def test_a_stretch_is_undisturbed_from_the_end_of_all_faults_and_restarts_to_the_next_or_the_last_step() -> None:
+    assert undisturbed(evidence()) == [(113.0, 129.0)]
+    pause = replace(KILL, fault="pause", target="sidecar a", at_s=12.0, until_s=15.0)
+    late = replace(pause, at_s=20.0, until_s=21.0)
+    assert undisturbed(evidence(injections=(KILL, late, pause))) == [(115.0, 120.0), (121.0, 129.0)]
+    assert undisturbed(evidence(injections=(replace(KILL, fired=False),), restarts=())) == []
+
+
+def test_what_was_disturbed_until_the_end_need_not_be_protected_again() -> None:
+    pause = replace(KILL, fault="pause", target="sidecar a", at_s=12.0, until_s=22.0)
+    verdict = judge(evidence(injections=(KILL, pause), protections=()))
+    assert outcome(verdict, "protected again") == "not judged"
 
 
 def test_where_no_step_must_become_ready_nothing_is_said_to_be_kept() -> None:

@@ -31,6 +31,7 @@ SPOILT = {
     "believed": "bitflip-upload",
     "written-twice": "reply-lost",
     "never-again": "store-throttled",
+    "never-pulled-again": "peer-link",
     "raises": "kill-sidecar",
     "waits": "kill-sidecar",
     "dawdles": "kill-rank",
