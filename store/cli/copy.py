@@ -51,9 +51,10 @@ def copy(
     read_from = open_store(source)
     name = only_job(read_from, source, job)
     before = read_job(read_from, name).state
+    held = plan_verify(before, step=step) if before.live else ()
     write_to = open_store(target, write=True, patient=False)  # it is asked for what isn't there
     with contextlib.ExitStack() as holds:
-        for seq in plan_verify(before, step=step) if before.live else ():
+        for seq in held:
             holds.enter_context(holding(read_from, before, seq))
         log = read_job(read_from, name)  # with the holds there, so that nothing it names is deleted under us
         objects = plan(read_from, log, step=step)

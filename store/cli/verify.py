@@ -181,14 +181,14 @@ def _print_damages(damages: Iterable[Damage]) -> None:
 
 
 def _verdict(facts: list[Damage], found: list[_Found]) -> str:
-    total = sum(one.report.bytes if one.sampled is None else one.sampled.bytes for one in found)
-    read = f"{len(found)} checkpoint{'s' * (len(found) != 1)}, {size_text(total)} read"
+    checkpoints = f"{len(found)} checkpoint{'s' * (len(found) != 1)}"
     if not facts and all(one.is_good for one in found):
         is_part = any(one.sampled is not None for one in found)
-        return f"{'all that was read is good' if is_part else 'all good'}: {read}"
+        total = sum(one.report.bytes if one.sampled is None else one.sampled.bytes for one in found)
+        return f"{'all that was read is good' if is_part else 'all good'}: {checkpoints}, {size_text(total)} read"
     number = len(_damages(facts, found)) + sum(len(one.untiled) for one in found)
     bad = sum(not one.is_good for one in found)
-    return f"DAMAGED: {number} finding{'s' * (number != 1)}, {bad} of {read}"
+    return f"DAMAGED: {number} finding{'s' * (number != 1)}, {bad} of {checkpoints}"
 
 
 def _damages(facts: list[Damage], found: list[_Found]) -> list[Damage]:

@@ -127,7 +127,7 @@ def test_verify_names_what_is_damaged_and_restore_uses_the_next_older(
     out, err = capsys.readouterr()
     assert "job gpt, step 30, rank 1, tensor __document__: digest" in out
     assert f"({path.relative_to(root)} bytes {len(body) - 23} to {len(body)})" in out
-    assert err.startswith("DAMAGED: 1 finding, 1 of 3 checkpoints")
+    assert err == "DAMAGED: 1 finding, 1 of 3 checkpoints\n"
     assert ckpt("verify", root, "--json") == 2
     report = json.loads(capsys.readouterr().out)
     assert (report["ok"], report["damages"][0]["tensor"]) == (False, "__document__")

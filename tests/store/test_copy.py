@@ -239,6 +239,17 @@ def test_a_copy_into_a_bucket_and_back(s3_root: str, tmp_path: Path, capsys: pyt
     assert files == {str(path.relative_to(back)): path.read_bytes() for path in back.rglob("*") if path.is_file()}
 
 
+def test_a_step_that_is_not_there_leaves_no_destination_behind(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, target = tmp_path / "source", tmp_path / "target"
+    source.mkdir()
+    small_store(DirectoryStore(source), steps=(10,))
+    assert main(["copy", str(source), str(target), "--step", "15"]) == 3
+    assert "no READY checkpoint of step 15" in capsys.readouterr().err
+    assert not target.exists()
+
+
 def test_a_store_is_not_copied_into_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     small_store(DirectoryStore(tmp_path))
     assert main(["copy", str(tmp_path), f"{tmp_path}/"]) == 64
