@@ -98,6 +98,8 @@ class SimDisk:
         """Give a file its final name."""
         self._live()
         self.names[new.name] = self.names.pop(old.name)
+        if old.name in self.flipped:
+            self.flipped.add(new.name)
 
     def sync_directory(self, _path: Path) -> None:
         """Make the names durable."""

@@ -44,7 +44,7 @@ KINDS: dict[str, tuple[Kind, ...]] = {
     "sync": ("no space", "sync fails", *_DEATHS),
     "remove": ("I/O error", *_DEATHS),
     "list": ("I/O error", *_DEATHS),
-    "size": ("I/O error", "bit flip", *_DEATHS),
+    "size": ("I/O error", *_DEATHS),
     "read": ("I/O error", "bit flip", *_DEATHS),
 }
 """What each operation can meet with."""
@@ -105,7 +105,7 @@ class PlannedDisks:
             error = SyncError if operation == "sync" or fault == "sync fails" else OSError
             raise error(_ERRORS[fault], os.strerror(_ERRORS[fault]), name)
         if fault == "bit flip":
-            return self._flipped(node, operation, name, act)
+            return self._flipped(node, name, act)
         if "after" in fault:
             act()
         self._die(node)
@@ -117,13 +117,12 @@ class PlannedDisks:
         body = node.disk.names[name]
         body.data, body.synced = body.data[: len(body.data) // 2], False
 
-    def _flipped(self, node: Node, operation: str, name: str, act: Callable[[], T]) -> T:
+    def _flipped(self, node: Node, name: str, act: Callable[[], T]) -> T:
         """Change a bit of a file once it is written, or before it is read."""
         self._world.oracle.on_flip()
         result = act()
-        if name in node.disk.names:
-            node.disk.flip(name)
-        return act() if operation == "size" else result
+        node.disk.flip(name)
+        return result
 
     def _die(self, node: Node) -> None:
         if self._fault.startswith("killed"):

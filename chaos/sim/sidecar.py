@@ -168,6 +168,7 @@ class SimSidecar:
 
     async def _scan(self) -> None:
         await self._pause(0.05)
+        damaged_before = frozenset(self.node.disk.flipped)
         for item in list(self._local.scan()):
             if isinstance(item, str):
                 self.world.trace.sometimes("a scan refused a local file")
@@ -177,6 +178,7 @@ class SimSidecar:
                 f"disk of {self.node.name}",
                 (shard.attempt_uid, shard.step, shard.rank),
                 found=self.node.local_bytes(path.name),
+                spoiled=path.name in self.node.disk.flipped - damaged_before,
             )
             self.post(on.LocalStored(shard=shard, path=str(path), slot=None, job_uid=job_uid))
         self.post(on.LeftoversRead())
