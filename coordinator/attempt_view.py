@@ -20,6 +20,7 @@ def attempt_view(
     world: tuple[Member, ...],
     nodes: Sequence[Node],
     objects: Sequence[Copy],
+    provisional: bool = False,
 ) -> AttemptView | None:
     """Return the current attempt of ``world``, None before the first.
 
@@ -56,6 +57,7 @@ def attempt_view(
         base=BaseView(job_uid=base.job_uid, step=base.step, weights_only=base.take == "weights")
         if base is not None and is_base
         else None,
+        provisional=provisional,
     )
 
 

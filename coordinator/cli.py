@@ -51,6 +51,13 @@ BaseTake = Annotated[
         "--base-take", help="What of it: all, and training goes on after its step; or the models only, from step 1."
     ),
 ]
+OnLogOutage = Annotated[
+    Literal["wait", "proceed"],
+    typer.Option(
+        "--on-log-outage",
+        help="When the object store is away and ranks die: wait for it, or proceed from memory, if all nodes agree.",
+    ),
+]
 TokenFile = Annotated[
     Path | None, typer.Option("--token-file", help="File with the secret that peers must show. Needed off loopback.")
 ]
@@ -91,6 +98,7 @@ def coordinator(  # noqa: PLR0913 - the options of a service
     ] = None,
     base: BaseAt = "",
     base_take: BaseTake = "all",
+    on_log_outage: OnLogOutage = "wait",
     token_file: TokenFile = None,
     ready_file: Annotated[
         Path | None, typer.Option("--ready-file", help="Write {url, pid, broker} here once it serves.")
@@ -116,6 +124,7 @@ def coordinator(  # noqa: PLR0913 - the options of a service
         retain=retain,
         base=base,
         base_take=base_take,
+        on_log_outage=on_log_outage,
     )
     check_ready_file(ready_file)
     _log_to_stderr()

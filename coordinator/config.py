@@ -43,6 +43,8 @@ class Config:
     retain: str | None = None
     base: str = ""
     base_take: Literal["all", "weights"] = "all"
+    on_log_outage: Literal["wait", "proceed"] = "wait"
+    """Whether attempts are opened while the log can't be reached."""
     heartbeat_s: float = 2.0
     patience_s: float = PATIENCE_S
     tick_s: float = 0.5

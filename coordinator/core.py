@@ -16,15 +16,19 @@ from toprope.coordinator import leaving, phases, protection
 from toprope.coordinator.aim import Aim
 from toprope.coordinator.attempt_view import attempt_view
 from toprope.coordinator.commits import Commits
-from toprope.coordinator.effects import Effect, Probe, Publish, Say, Tidy
+from toprope.coordinator.effects import Effect, Enter, Learn, Probe, Publish, Say, Tidy
 from toprope.coordinator.events import (
     Asked,
     CommitFailed,
     Connected,
+    Declared,
+    EnterEnded,
     Event,
     Heard,
     Hinted,
+    Learned,
     LogMoved,
+    LogReached,
     OpenFailed,
     Prepared,
     Probed,
@@ -34,6 +38,7 @@ from toprope.coordinator.events import (
 )
 from toprope.coordinator.holdings import Holdings
 from toprope.coordinator.log_view import LogView
+from toprope.coordinator.outage import Outage
 from toprope.coordinator.pacing import SILENT_ROUNDS, Asking, report_every_s
 from toprope.coordinator.placing import Placing
 from toprope.coordinator.readiness import HERE
@@ -47,6 +52,7 @@ from toprope.coordinator.wire import (
     Inventory,
     Kept,
     Member,
+    OpenAnswer,
 )
 from toprope.store.log.fold import JobState
 from toprope.store.log.records import NOBODY, AttemptFacts
@@ -66,6 +72,8 @@ class Settings:
     settle_s: float = 5.0
     read_back_deadline_s: float = 30.0
     commit_retry_s: float = 2.0
+    proceeds: bool = False
+    """Attempts may be opened while the log can't be reached."""
 
 
 class Core:
@@ -73,7 +81,10 @@ class Core:
 
     def __init__(self, settings: Settings, log_view: LogView, *, now_s: float) -> None:
         self.settings = settings
+        self.logged = log_view
         self.log_view = log_view
+        """The log as it is to be, with what was opened without it."""
+        self.outage = Outage(proceeds=settings.proceeds)
         self.roll = Roll(job_uid=log_view.state.job_uid)
         self.term = log_view.state.term
         self._writer_id = log_view.state.writer_id
@@ -116,7 +127,19 @@ class Core:
                 return self._prepared(event)
             case LogMoved():
                 return self._log_moved(event.log_view, event.now_s)
+            case LogReached():
+                self.outage.reached(why=event.why, now_s=event.now_s)
+                return []
+            case Learned():
+                self.outage.learned(event)
+                return self._look_ahead(event.now_s)
+            case EnterEnded():
+                self.outage.entering = False
+                return []
+            case Declared():
+                return self._declared(event.node)
             case OpenFailed():
+                self.outage.unsure |= event.may_land
                 return self.requests.failed(event, self._known())
             case CommitFailed():
                 self.commits.failed(event)
@@ -143,6 +166,7 @@ class Core:
                 return self._probe(inventory.node)
             case "news":
                 self.commits.collect(inventory)
+                self.outage.note(inventory)
                 return self._probe(inventory.node) if first and not live else []
             case "known" | "stale":
                 return []
@@ -165,6 +189,7 @@ class Core:
             return []
         after = self.roll.nodes[name]
         self.commits.collect(after.inventory)
+        self.outage.note(after.inventory)
         if before is None or before.alive == after.alive:
             return []
         text = f"node {name} answers" if after.alive else f"node {name} at {after.url} does not answer any more"
@@ -183,31 +208,53 @@ class Core:
         return [Publish(desired=self.desired)] if self.desired is not None else []
 
     def _tick(self, now_s: float) -> list[Effect]:
+        self.outage.tick()
         nodes = self.roll.all()
         silence_s = self.settings.silence_s + SILENT_ROUNDS * report_every_s(len(nodes))
         silent = [node.name for node in nodes if now_s - node.heard_s >= silence_s]
         return [effect for name in self._asking.turn(silent, now_s=now_s) for effect in self._probe(name)]
 
     def _log_moved(self, log_view: LogView, now_s: float) -> list[Effect]:
-        before, after = self.log_view.state, log_view.state
-        if after.n <= before.n:
+        if log_view.state.n <= self.logged.state.n:
             return []
-        self.log_view = log_view
+        before, self.logged = self.logged.state, log_view
+        effects: list[Effect] = [Tidy()] if _may_be_tidied(before, log_view.state) else []
+        return [*effects, *self._look_ahead(now_s)]
+
+    def _look_ahead(self, now_s: float) -> list[Effect]:
+        """Take in what the log comes to, with what was opened without it."""
+        before, fenced = self.log_view.state, set(self.outage.fenced)
+        self.log_view = self.outage.look_ahead(self.logged)
+        after = self.log_view.state
+        effects: list[Effect] = []
+        for uid in sorted(set(self.outage.fenced) - fenced):
+            text = f"attempt uid {uid[:8]}, opened without the log, is over, and what it saved is lost"
+            effects += self._say("error", f"fenced {uid}", f"{text}: {self.outage.fenced[uid]}")
         if after.writer_id == self._writer_id:
             self.term = after.term  # a new one, if a command was elected in between
-        effects: list[Effect] = [Tidy()] if _may_be_tidied(before, after) else []
-        if after.attempt_number != before.attempt_number:
+        attempt, uid_before = after.attempt, before.attempt.uid if before.attempt is not None else ""
+        if attempt is not None and attempt.uid != uid_before:
             self._forget_attempt(now_s)
-            attempt = after.attempt
-            assert attempt is not None
-            effects += self._say(
-                "info", "attempt", f"attempt {attempt.attempt} opens at step {attempt.from_step}: {attempt.why}"
-            )
-        if after.head != before.head and log_view.ready_step > 0 and after.attempt_number == before.attempt_number:
-            effects += self._say("info", "ready", f"step {log_view.ready_step} is READY")
+            how = " without the log" if self.provisional else ""
+            text = f"attempt {attempt.attempt} opens{how} at step {attempt.from_step}: {attempt.why}"
+            effects += self._say("warning" if how else "info", "attempt", text)
+        elif after.head != before.head and self.log_view.ready_step > 0:
+            effects += self._say("info", "ready", f"step {self.log_view.ready_step} is READY")
         self.commits.moved(after.last_step)
         effects += self.requests.opened(self._view())
         return effects
+
+    @property
+    def provisional(self) -> bool:
+        """Say whether the current attempt is not in the log yet."""
+        return self.log_view is not self.logged
+
+    def _declared(self, name: str) -> list[Effect]:
+        """Take in that a node is dead: the life of it that the current attempt was placed on."""
+        facts = self.log_view.facts
+        placed = {one.boot_id for one in facts.world if one.node == name} if facts is not None else set()
+        self.outage.dead[name] = max(placed, default="")
+        return self._say("warning", f"dead {name}", f"node {name} was declared dead")
 
     def _forget_attempt(self, now_s: float) -> None:
         self.progress = phases.Progress(phase="opened")
@@ -239,10 +286,34 @@ class Core:
         effects: list[Effect] = []
         for name, inventory in sorted(event.answers.items()):
             effects += self._answered(name, inventory, event.now_s)
+        if event.offers is None:
+            return [*effects, *self._decide_without_log(event)]
+        if self.outage.holds_up(self.logged):
+            text = "an attempt that was opened without the log is being entered into it; ask again"
+            return [*effects, *self.requests.answer(OpenAnswer(code="unavailable", text=text))]
         return [*effects, *self.requests.decide(event, self._known(), objects=self.object_copies())]
 
+    def _decide_without_log(self, event: Prepared) -> list[Effect]:
+        if event.why:
+            self.outage.reached(why=event.why, now_s=event.now_s)
+        request = self.requests.deciding
+        assert request is not None
+        known = self._known()
+        refused = self.outage.decide(request, event, known, self.requests.answered(event, self.roll))
+        if refused is not None:
+            return self.requests.answer(refused)
+        self.requests.appending = True
+        return []
+
     def _known(self) -> Known:
-        return Known(log_view=self.log_view, roll=self.roll, progress=self.progress, view=self._view())
+        return Known(
+            log_view=self.log_view,
+            logged_n=self.logged.state.n,
+            without_log=self.outage.proceeds and self.outage.away_since_s is not None,
+            roll=self.roll,
+            progress=self.progress,
+            view=self._view(),
+        )
 
     def object_copies(self) -> tuple[Copy, ...]:
         """Return the shard objects that any node, alive or not, was ever heard to have written."""
@@ -253,7 +324,8 @@ class Core:
 
     def steer(self, now_s: float) -> list[Effect]:
         """Decide anew how the job is wanted to be, from all that was taken in; return what is to be done."""
-        effects = self._steer_phase(now_s)
+        effects = self._steer_outage(now_s)
+        effects += self._steer_phase(now_s)
         effects += self._steer_commit(now_s)
         if self._settled(now_s):
             effects += self._steer_desired(now_s)
@@ -265,6 +337,22 @@ class Core:
             return True
         facts = self.log_view.facts
         return facts is None or all(one.node in self.roll.nodes for one in facts.world)
+
+    def _steer_outage(self, now_s: float) -> list[Effect]:
+        outage = self.outage
+        if not outage.adopted and not outage.pending:
+            return []
+        effects: list[Effect] = []
+        if node := outage.to_learn(self.logged):
+            outage.learning.add(node)
+            effects.append(Learn(node=node, url=self.roll.nodes[node].url))
+        if (opened := outage.to_open(self.log_view)) is not None:
+            outage.opened.add(opened.uid)
+            effects += self._look_ahead(now_s)
+        if self._settled(now_s) and (entry := outage.to_enter(self.logged)) is not None:
+            outage.entering = True
+            effects.append(Enter(attempt=entry))
+        return effects
 
     def _steer_phase(self, now_s: float) -> list[Effect]:
         attempt = self.log_view.state.attempt
@@ -291,6 +379,8 @@ class Core:
         )
 
     def _steer_commit(self, now_s: float) -> list[Effect]:
+        if self.provisional:
+            return []  # READY needs the log
         return self.commits.steer(last_step=self.log_view.state.last_step, readers=self._readers(), now_s=now_s)
 
     def _readers(self) -> list[str]:
@@ -319,6 +409,9 @@ class Core:
             protected_step=protected_step,
             ready_step=self.log_view.ready_step,
             extra_step=self._extra_step,
+            logged=self.logged.state.attempt_number,
+            proposed=self.outage.next_to_open(self.log_view) if self.outage.pending else None,
+            fenced=tuple(sorted(self.outage.fenced)),
             report_every_s=report_every_s(len(self.roll.nodes)),
             refused=dict(sorted(self.roll.refused.items())),
         )
@@ -401,6 +494,7 @@ class Core:
             world=self._members(),
             nodes=self.roll.alive() if restoring else (),
             objects=self.object_copies() if restoring else (),
+            provisional=self.provisional,
         )
 
     def _members(self) -> tuple[Member, ...]:

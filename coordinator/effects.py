@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from toprope.coordinator.intents import CommitStep, OpenAttempt
-from toprope.coordinator.wire import Desired, OpenAnswer, ReadBackTask
+from toprope.coordinator.wire import Desired, OpenAnswer, Provisional, ReadBackTask
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,10 +26,13 @@ class Probe:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepare:
-    """Ask these nodes (name and url) for their inventories, and look up these READY checkpoints, newest first."""
+    """Ask these nodes (name and url) for their inventories, and look up these READY checkpoints, newest first.
+
+    None of them while the log is known to be away: nothing is looked up then.
+    """
 
     nodes: tuple[tuple[str, str], ...]
-    ready_seqs: tuple[int, ...]
+    ready_seqs: tuple[int, ...] | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +40,21 @@ class Append:
     """Open an attempt in the log."""
 
     intent: OpenAttempt
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Enter:
+    """Append an attempt that was decided without the log, if it can take it; answer EnterEnded."""
+
+    attempt: Provisional
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Learn:
+    """Ask a node which attempts it has adopted; answer Learned."""
+
+    node: str
+    url: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,4 +92,4 @@ class Say:
     text: str
 
 
-Effect: TypeAlias = Publish | Probe | Prepare | Append | Commit | ReadBackHere | Tidy | Answer | Say
+Effect: TypeAlias = Publish | Probe | Prepare | Append | Enter | Learn | Commit | ReadBackHere | Tidy | Answer | Say

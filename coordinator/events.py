@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 from toprope.coordinator.log_view import LogView
 from toprope.coordinator.restore_choice import Offer
-from toprope.coordinator.wire import Desired, Inventory, OpenRequest, Presence, ReadBack
+from toprope.coordinator.wire import Desired, Inventory, OpenRequest, Presence, Provisional, ReadBack
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,12 +51,14 @@ class Prepared:
     """All nodes were asked and the READY checkpoints looked up, for the request that is being decided.
 
     ``answers`` are the inventories by node, None for a node that gave none; ``uid`` is fresh, for the new attempt.
+    ``offers`` None: the store did not answer, ``why`` says how, or was not asked.
     """
 
     answers: Mapping[str, Inventory | None]
-    offers: tuple[Offer, ...]
+    offers: tuple[Offer, ...] | None
     uid: str
     now_s: float
+    why: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,12 +70,48 @@ class LogMoved:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LogReached:
+    """The log was read to its end just now, or could not be: ``why``, else empty."""
+
+    why: str
+    now_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Learned:
+    """A node says which attempts it has adopted; None: it gave no answer."""
+
+    node: str
+    adopted: tuple[Provisional, ...] | None
+    now_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnterEnded:
+    """What was to be appended of what was opened without the log is there, or is not."""
+
+    now_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Declared:
+    """An operator says that a node, as it is known now, is dead."""
+
+    node: str
+    now_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class OpenFailed:
-    """The attempt could not be appended: ``text`` says why. ``again``: the log has moved on, decide anew."""
+    """The attempt could not be appended: ``text`` says why. ``again``: the log has moved on, decide anew.
+
+    ``may_land``: the store did not say whether it was; it may be there yet.
+    """
 
     text: str
     again: bool
     now_s: float
+    may_land: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,6 +163,10 @@ Event: TypeAlias = (
     | Asked
     | Prepared
     | LogMoved
+    | LogReached
+    | Learned
+    | EnterEnded
+    | Declared
     | OpenFailed
     | CommitFailed
     | ReadHere

@@ -21,6 +21,16 @@ class Metrics:
         self.nodes_alive = self._gauge("toprope_nodes_alive", "Nodes that are heard or answer")
         self.placements_unmet = self._gauge("toprope_placements_unmet", "Nodes whose copies have no safe place")
         self.broker_connected = self._gauge("toprope_coordinator_broker_connected", "1 while the broker is connected")
+        self.log_away_s = self._gauge("toprope_log_away_seconds", "Time since the job log could be read, 0 if it can")
+        self.provisional = self._gauge(
+            "toprope_attempt_provisional", "1 while the current attempt, opened without the log, is not in it"
+        )
+        self.attempts_entered = self._counter(
+            "toprope_attempts_entered_total", "Attempts, opened without the log, that this coordinator put into it"
+        )
+        self.attempts_fenced = self._gauge(
+            "toprope_attempts_fenced", "Attempts, opened without the log, that it could not take in this reign"
+        )
         self.attempts_opened = self._counter("toprope_attempts_opened_total", "Attempts that this coordinator opened")
         self.steps_ready = self._counter("toprope_steps_ready_total", "Steps that this coordinator made READY")
         self.commits_failed = self._counter(

@@ -40,7 +40,7 @@ class NodeLine(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AttemptLine(msgspec.Struct, frozen=True, kw_only=True):
-    """The current attempt."""
+    """The current attempt. ``provisional``: it was opened without the log, and is not in it yet."""
 
     number: int
     uid: str
@@ -49,6 +49,7 @@ class AttemptLine(msgspec.Struct, frozen=True, kw_only=True):
     from_step: int
     world: int
     why: str
+    provisional: bool
 
 
 class Overview(msgspec.Struct, frozen=True, kw_only=True):
@@ -73,6 +74,7 @@ class Overview(msgspec.Struct, frozen=True, kw_only=True):
     protected_step: int
     protected_age_s: float
     ready_step: int
+    log_away_s: float
     alarms: tuple[str, ...]
 
 
@@ -99,6 +101,7 @@ def overview(core: Core, *, broker: str, standbys: tuple[str, ...] = (), now_s: 
             from_step=attempt.from_step,
             world=attempt.world_size,
             why=attempt.why,
+            provisional=core.provisional,
         ),
         ranks=_ranks(core, safety),
         nodes=_nodes(core, now_s),
@@ -107,7 +110,8 @@ def overview(core: Core, *, broker: str, standbys: tuple[str, ...] = (), now_s: 
         protected_step=safety.protected_step if safety is not None else 0,
         protected_age_s=round(age_s, 1),
         ready_step=core.log_view.ready_step,
-        alarms=_alarms(core, safety, broker=broker, age_s=age_s),
+        log_away_s=round(core.outage.away_s(now_s), 1),
+        alarms=(*_outage_alarms(core, now_s), *_alarms(core, safety, broker=broker, age_s=age_s)),
     )
 
 
@@ -159,6 +163,22 @@ def _node(node: Node, now_s: float, *, holds_for: tuple[str, ...]) -> NodeLine:
         holds_for=holds_for,
         bytes=sum(copy.bytes for copy in node.inventory.copies if copy.tier != "object"),
     )
+
+
+def _outage_alarms(core: Core, now_s: float) -> tuple[str, ...]:
+    """Return what to say of a log that can't be reached, and of attempts that are not in it."""
+    alarms = []
+    outage, attempt = core.outage, core.log_view.state.attempt
+    if away_s := outage.away_s(now_s):
+        goes_on = "restores from memory go on" if outage.proceeds else "restores wait for it (--on-log-outage wait)"
+        alarms.append(f"the job log has been away for {away_s:.0f} s: nothing becomes READY, {goes_on}: {outage.why}")
+    if core.provisional and attempt is not None:
+        alarms.append(f"attempt {attempt.attempt} was opened without the log, and is not in it yet")
+    if (one := outage.next_to_open(core.log_view)) is not None and away_s:
+        nodes = ", ".join(outage.missing(one, core.log_view))
+        alarms.append(f"attempt {one.number} waits for these nodes to adopt it: {nodes}")
+    alarms += [f"attempt uid {uid[:8]}, opened without the log, is lost: {why}" for uid, why in outage.fenced.items()]
+    return tuple(alarms)
 
 
 def _alarms(core: Core, safety: Safety | None, *, broker: str, age_s: float) -> tuple[str, ...]:

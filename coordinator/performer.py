@@ -20,6 +20,8 @@ from toprope.coordinator.effects import (
     Append,
     Commit,
     Effect,
+    Enter,
+    Learn,
     Prepare,
     Probe,
     Publish,
@@ -31,10 +33,14 @@ from toprope.coordinator.events import (
     Asked,
     CommitFailed,
     Connected,
+    Declared,
+    EnterEnded,
     Event,
     Heard,
     Hinted,
+    Learned,
     LogMoved,
+    LogReached,
     OpenFailed,
     Prepared,
     Probed,
@@ -54,6 +60,7 @@ from toprope.coordinator.metrics import Metrics
 from toprope.coordinator.overview import Overview, overview
 from toprope.coordinator.pacing import Pacing
 from toprope.coordinator.ports import BrokerPort, Document, Ports
+from toprope.coordinator.provisional import make_entry
 from toprope.coordinator.reading import Reader
 from toprope.coordinator.serving import told
 from toprope.coordinator.tidying import Tidier
@@ -125,6 +132,9 @@ class Coordinator:
             gauges.nodes_alive.set(sum(node.alive for node in view.nodes))
             gauges.placements_unmet.set(len(self.core.placing.plan.unmet) if self.core is not None else 0)
             gauges.broker_connected.set(view.broker == "connected")
+            gauges.log_away_s.set(view.log_away_s)
+            gauges.provisional.set(view.attempt is not None and view.attempt.provisional)
+            gauges.attempts_fenced.set(len(self.core.outage.fenced) if self.core is not None else 0)
 
     # --- what the HTTP server asks ---------------------------------------------------------------------------------
 
@@ -164,9 +174,15 @@ class Coordinator:
             raise UnavailableError("the coordinator is still reading the log")
         if asked.job_uid != self._log.state.job_uid:
             raise UsageError(f"this coordinator serves job {self.config.job} of another uid")
+        if self.core.outage.pending:
+            raise UnavailableError("an attempt that was opened without the log comes into it first: try again")
         done = await self._log.append(lambda state: checked(state, asked.change))
         await self._log_moved()
         return ChangeAnswer(seq=done.seq)
+
+    def declare_dead(self, node: str) -> None:
+        """Take in that a person says that a node is dead."""
+        self._post(Declared(node=node, now_s=_now_s()))
 
     async def open(self, request: OpenRequest) -> OpenAnswer:
         """Return the attempt for a launch, or why there is none."""
@@ -229,7 +245,7 @@ class Coordinator:
         self._ports, self._log, self.read_s = ports, log, _now_s()
         self._reader = Reader(ports.store, self.config.job)
         self._committer = Committer(ports.store, log, wall_s=self._wall_s)
-        self._tidier = Tidier(ports.store, log, self.metrics)
+        self._tidier = Tidier(ports.store, log, self.metrics, held_up=self._held_up)
         if self.config.retain is not None:
             await log.append(partial(make_policy, text=self.config.retain))
         if self._base is not None:
@@ -240,6 +256,7 @@ class Coordinator:
             copies=self.config.copies,
             cadence=self.config.cadence,
             verdict_deadline_s=self.config.verdict_deadline_s,
+            proceeds=self.config.on_log_outage == "proceed",
         )
         log_view = await self._reader.log_view(log.state, None)
         _LOG.info("job %s: elected for term %d; the log has %d records", log_view.state.job, log.term, log_view.state.n)
@@ -316,12 +333,14 @@ class Coordinator:
                 await self._log.catch_up()
                 self.read_s = _now_s()
                 await self._log_moved()
+                self._post(LogReached(why="", now_s=_now_s()))
                 if self._broker is not None and self.core is not None:
                     await self._broker.beat(self.health(url=self.core.settings.url))
             except UnavailableError as error:
                 if not self._unreachable:
                     _LOG.error("the job log can't be read: %s", error)
                 self._unreachable = str(error)
+                self._post(LogReached(why=str(error), now_s=_now_s()))
             else:
                 if self._unreachable:
                     _LOG.info("the job log can be read again")
@@ -339,13 +358,13 @@ class Coordinator:
 
     async def _log_moved(self) -> None:
         assert self.core is not None
-        if self._log.state.n != self.core.log_view.state.n:
-            log_view = await self._reader.log_view(self._log.state, self.core.log_view)
+        if self._log.state.n != self.core.logged.state.n:
+            log_view = await self._reader.log_view(self._log.state, self.core.logged)
             self._post(LogMoved(log_view=log_view, now_s=_now_s()))
 
     # --- doing -----------------------------------------------------------------------------------------------------
 
-    def _perform(self, effect: Effect) -> None:
+    def _perform(self, effect: Effect) -> None:  # noqa: C901 - one case per kind of effect
         match effect:
             case Publish():
                 self._news.set()
@@ -359,6 +378,10 @@ class Coordinator:
                 self._tasks.create_task(self._prepare(effect))
             case Append():
                 self._tasks.create_task(self._open(effect.intent))
+            case Enter():
+                self._tasks.create_task(self._enter(effect))
+            case Learn():
+                self._tasks.create_task(self._learn(effect))
             case Commit():
                 self._tasks.create_task(self._commit(effect.intent))
             case Tidy():
@@ -389,33 +412,60 @@ class Coordinator:
         async with asyncio.TaskGroup() as asking:
             for name, url in effect.nodes:
                 asking.create_task(ask(name, url))
+        offers, why = None, ""
         try:
-            offers = await self._reader.offers(self._log.state, effect.ready_seqs)
+            if effect.ready_seqs is not None:
+                offers = await self._reader.offers(self._log.state, effect.ready_seqs)
         except UnavailableError as error:
-            self._post(OpenFailed(text=str(error), again=False, now_s=_now_s()))
-            return
+            why = str(error)
         uid = secrets.token_hex(16)
-        self._post(Prepared(answers=answers, offers=offers, uid=uid, now_s=_now_s()))
+        self._post(Prepared(answers=answers, offers=offers, uid=uid, why=why, now_s=_now_s()))
 
     async def _open(self, intent: OpenAttempt) -> None:
         job = self.config.job
         spec_body, facts_body = spec.encode(intent.spec), manifest.encode(intent.facts)
         spec_sha256, facts_sha256 = manifest.sha256(spec_body), manifest.sha256(facts_body)
+        may_land = False
         try:
             await self._ports.store.create_facts(facts_key(job, spec_sha256), spec_body)
             await self._ports.store.create_facts(facts_key(job, facts_sha256), facts_body)
             await self._log.append(lambda state: make_spec(state, spec_sha256=spec_sha256))
+            await self._log.catch_up()
+            may_land = True
             done = await self._log.append(
                 lambda state: make_attempt(state, intent, spec_sha256=spec_sha256, facts_sha256=facts_sha256)
             )
             await self._log_moved()
         except UnavailableError as error:
-            self._post(OpenFailed(text=str(error), again=False, now_s=_now_s()))
+            self._post(LogReached(why=str(error), now_s=_now_s()))
+            self._post(OpenFailed(text=str(error), again=False, may_land=may_land, now_s=_now_s()))
             return
         if done.seq is None:
             self._post(OpenFailed(text="the log has moved on", again=True, now_s=_now_s()))
         else:
             self.metrics.attempts_opened.inc()
+
+    async def _enter(self, effect: Enter) -> None:
+        one = effect.attempt
+        facts_body = manifest.encode(one.facts)
+        try:
+            await self._ports.store.create_facts(facts_key(self.config.job, manifest.sha256(facts_body)), facts_body)
+            done = await self._log.append(lambda state: make_entry(state, one))
+            await self._log_moved()
+        except UnavailableError as error:
+            self._post(LogReached(why=str(error), now_s=_now_s()))
+        else:
+            if done.seq is not None:
+                self.metrics.attempts_entered.inc()
+                _LOG.info("attempt %d, opened without the log, is record %d of it now", one.number, done.seq)
+        self._post(EnterEnded(now_s=_now_s()))
+
+    def _held_up(self) -> bool:
+        return self.core is not None and self.core.outage.holds_up(self.core.logged)
+
+    async def _learn(self, effect: Learn) -> None:
+        adopted = await self._ports.nodes.adopted(effect.url)
+        self._post(Learned(node=effect.node, adopted=adopted, now_s=_now_s()))
 
     async def _commit(self, intent: CommitStep) -> None:
         try:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol, TypeAlias
 
 from toprope.coordinator.settings import Wrap
-from toprope.coordinator.wire import Desired, Health, Inventory, Presence
+from toprope.coordinator.wire import Desired, Health, Inventory, Presence, Provisional
 from toprope.store.checkpoint.manifest import Index, Shard
 from toprope.store.keep.gc import GcPlan
 from toprope.store.keep.holds import HoldWatch
@@ -83,6 +83,9 @@ class NodesPort(Protocol):
 
     async def inventory(self, url: str) -> Inventory | None:
         """Return what a sidecar holds now; None when it does not say so in time."""
+
+    async def adopted(self, url: str) -> tuple[Provisional, ...] | None:
+        """Return the attempts that a node has adopted without the log; None when it does not say so in time."""
 
 
 class CoordinatorsPort(Protocol):

@@ -10,15 +10,20 @@ from toprope.coordinator.effects import Answer, Append, Effect, Prepare
 from toprope.coordinator.events import Asked, OpenFailed, Prepared
 from toprope.coordinator.intents import OpenAttempt
 from toprope.coordinator.log_view import LogView
-from toprope.coordinator.roll import Roll
+from toprope.coordinator.roll import Node, Roll
 from toprope.coordinator.wire import AttemptView, Copy, OpenAnswer, OpenRequest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Known:
-    """What a request is decided on, as it is now."""
+    """What a request is decided on, as it is now. ``logged_n``: the log has so many records, as far as is known.
+
+    ``without_log``: it is away, and what can be decided without it is.
+    """
 
     log_view: LogView
+    logged_n: int
+    without_log: bool
     roll: Roll
     progress: phases.Progress
     view: AttemptView | None
@@ -53,8 +58,8 @@ class Requests:
         """Decide the request, now that all nodes were asked; ``objects`` are the shard objects that are known of."""
         request = self.deciding
         assert request is not None
-        lives = {answer.incarnation for answer in event.answers.values() if answer is not None}
-        answered = tuple(node for node in known.roll.all() if node.inventory.incarnation in lives)
+        assert event.offers is not None
+        answered = self.answered(event, known.roll)
         decided: OpenAttempt | OpenAnswer | None = opening.hindrance(
             request, known.log_view, known.roll.nodes, answered
         )
@@ -71,7 +76,13 @@ class Requests:
         if isinstance(decided, OpenAttempt):
             self.appending = True
             return [Append(intent=decided)]
-        return self._answer(decided)
+        return self.answer(decided)
+
+    @staticmethod
+    def answered(event: Prepared, roll: Roll) -> tuple[Node, ...]:
+        """Return the nodes that answered when they were asked."""
+        lives = {answer.incarnation for answer in event.answers.values() if answer is not None}
+        return tuple(node for node in roll.all() if node.inventory.incarnation in lives)
 
     def failed(self, event: OpenFailed, known: Known) -> list[Effect]:
         """Take in that the attempt could not be appended: decide anew if the log has moved on, else say so."""
@@ -79,10 +90,10 @@ class Requests:
         if request is None:
             return []
         if not event.again:
-            return self._answer(OpenAnswer(code="unavailable", text=event.text))
+            return self.answer(OpenAnswer(code="unavailable", text=event.text))
         refused = opening.refusal(request, known.log_view)  # another spec may be the job's by now
         if refused is not None:
-            return self._answer(refused)
+            return self.answer(refused)
         self.appending = False
         return [_prepare(known)]
 
@@ -91,9 +102,10 @@ class Requests:
         request = self.deciding
         if request is None or view is None or opening.key_of(request) != (view.launch_id, view.round):
             return []
-        return self._answer(OpenAnswer(attempt=view))
+        return self.answer(OpenAnswer(attempt=view))
 
-    def _answer(self, answer: OpenAnswer) -> list[Effect]:
+    def answer(self, answer: OpenAnswer) -> list[Effect]:
+        """Answer all who wait, and decide no more."""
         effects: list[Effect] = [Answer(request_id=one, answer=answer) for one in self.waiters]
         self.deciding, self.waiters, self.appending = None, (), False
         return effects
@@ -104,5 +116,7 @@ def _prepare(known: Known) -> Prepare:
     struck = {*state.struck, *opening.striking(known.log_view, known.progress)}
     return Prepare(
         nodes=tuple((node.name, node.url) for node in known.roll.all()),
-        ready_seqs=tuple(seq for seq, ready in state.restorable() if (ready.attempt_uid, ready.step) not in struck),
+        ready_seqs=None
+        if known.without_log
+        else tuple(seq for seq, ready in state.restorable() if (ready.attempt_uid, ready.step) not in struck),
     )

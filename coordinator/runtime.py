@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import signal
@@ -21,13 +22,15 @@ from toprope.coordinator.ports import Document, Ports, wrapped
 from toprope.coordinator.serving import write_ready_file
 from toprope.coordinator.settings import Address, Wrap, unwrapped
 from toprope.coordinator.terms import Terms
-from toprope.store.errors import CkptError
+from toprope.store.errors import CkptError, NoStoreError, UnavailableError
 from toprope.store.log.records import Base
 from toprope.store.objects.opening import open_store, sweep_uploads
 from toprope.store.objects.protocol import ObjectStore
 
 STORE_THREADS = 32
 """A store answers many requests at once, and each waits for its answer in a thread."""
+_OPEN_AGAIN_S = 2.0
+_SAY_AGAIN_S = 30.0
 _LOG = logging.getLogger("toprope.coordinator")
 
 
@@ -50,7 +53,9 @@ async def run(config: Config, wrap: Wrap = unwrapped) -> None:
 async def _run(config: Config, wrap: Wrap, stack: AsyncExitStack, stop: asyncio.Event) -> None:
     threads = ThreadPoolExecutor(STORE_THREADS, thread_name_prefix="store")
     asyncio.get_running_loop().set_default_executor(threads)
-    store = await asyncio.to_thread(lambda: open_store(config.store, write=True))
+    store = await _opened(config.store, stop)
+    if store is None:
+        return
     await _sweep(config)
     terms = Terms(config, base=await _base(config, store))
     broker = config.broker
@@ -74,6 +79,29 @@ async def _run(config: Config, wrap: Wrap, stack: AsyncExitStack, stop: asyncio.
     await terms.run(
         wrapped(ports, wrap), url=url, stop=stop, on_serving=lambda: announce_ready(config, url=url, broker=broker)
     )
+
+
+async def _opened(root: str, stop: asyncio.Event) -> ObjectStore | None:
+    """Return the store as soon as it answers; None when told to end before: after an outage all start at once.
+
+    Raises:
+        CkptError: it is wrong for good.
+    """
+    said_s = -_SAY_AGAIN_S
+    while not stop.is_set():
+        try:
+            return await asyncio.to_thread(lambda: open_store(root, write=True))
+        except NoStoreError:
+            raise
+        except UnavailableError as error:
+            now_s = asyncio.get_running_loop().time()
+            if now_s - said_s >= _SAY_AGAIN_S:
+                said_s = now_s
+                _LOG.error("waits for the object store, and serves nobody before: %s", error)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_OPEN_AGAIN_S):
+                await stop.wait()
+    return None
 
 
 async def _base(config: Config, store: ObjectStore) -> Base | None:

@@ -29,10 +29,10 @@ def fetch(coordinator_url: str, *, job: str, token: str) -> bytes:
         UnavailableError: it does not answer, or with no status, and then there is no cause.
         UsageError: it is no url, the token is wrong, or the coordinator there serves another job.
     """
-    status, body, leader = _asked(coordinator_url, token)
+    status, body, leader = asked(coordinator_url, token)
     if status == http.HTTPStatus.CONFLICT and leader and leader != coordinator_url:
         try:
-            status, body, _ = _asked(leader, token)
+            status, body, _ = asked(leader, token)
         except UnavailableError as error:
             raise UnavailableError(
                 f"the coordinator at {coordinator_url} stands by, and the leader that it names is away: {error}"
@@ -59,14 +59,19 @@ def fetch_any(urls: Sequence[str], *, job: str, token: str) -> bytes:
     return fetch(urls[-1], job=job, token=token)
 
 
-def _asked(url: str, token: str) -> tuple[int, bytes, str]:
-    """Return status and body of an answer, and the leader's url if it names one."""
+def asked(url: str, token: str, *, method: str = "GET", path: str = "/v1/status") -> tuple[int, bytes, str]:
+    """Return status and body of a coordinator's answer, and the leader's url if it names one.
+
+    Raises:
+        UsageError: it is no url.
+        UnavailableError: it does not answer.
+    """
     parts = urlsplit(url)
     if parts.scheme != "http" or not parts.hostname:
         raise UsageError(f"--coordinator {url!r} is not a url such as http://127.0.0.1:7070")
     connection = http.client.HTTPConnection(parts.hostname, parts.port or 80, timeout=_TIMEOUT_S)
     try:
-        connection.request("GET", "/v1/status", headers={"Authorization": f"Bearer {token}"} if token else {})
+        connection.request(method, path, headers={"Authorization": f"Bearer {token}"} if token else {})
         answer = connection.getresponse()
         return answer.status, answer.read(), answer.headers.get(LEADER_HEADER, "")
     except (OSError, http.client.HTTPException) as error:
@@ -91,7 +96,7 @@ def show(body: bytes) -> None:
     else:
         console.print(
             f"attempt {attempt.number} ({attempt.uid[:8]}) of {attempt.world} ranks from step {attempt.from_step}: "
-            f"{attempt.phase}",
+            f"{attempt.phase}{', not in the log yet' if attempt.provisional else ''}",
             soft_wrap=True,
         )
     cadence = view.cadence

@@ -25,7 +25,7 @@ from toprope.coordinator.performer import Coordinator, ended
 from toprope.coordinator.ports import Document, Ports
 from toprope.coordinator.serving import NotLeadingError
 from toprope.coordinator.wire import Desired, Health, Inventory, OpenAnswer, OpenRequest, Role
-from toprope.store.errors import FencedError, UnavailableError
+from toprope.store.errors import CkptError, FencedError, UnavailableError
 from toprope.store.keep.changes import ChangeAnswer, ChangeRequest
 from toprope.store.log.fold import JobState
 from toprope.store.log.records import Base
@@ -57,15 +57,25 @@ class Terms:
         """Follow and lead until ``stop``; ``on_serving`` is called once this one leads, or knows that another does.
 
         Raises:
-            CkptError: the log can't be read at the start, or is not what it should be.
+            CkptError: the log is not what it should be.
         """
         self._ports, self._url, self._stop, self._on_serving = ports, url, stop, on_serving
         writer_id = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
         log = Log(ports.store, self.config.job, writer_id=writer_id, url=url)
-        await log.look()
+        while not stop.is_set() and not await self._looked(log):
+            await self._wait()
         self._log = log
         while not stop.is_set() and await self._follow(log):
             await self._lead(log)
+
+    async def _looked(self, log: Log) -> bool:
+        """Read the log for the first time; say whether that could be done."""
+        try:
+            await log.look()
+        except UnavailableError as error:
+            self._say_unread(error)
+            return False
+        return True
 
     # --- following -------------------------------------------------------------------------------------------------
 
@@ -126,6 +136,9 @@ class Terms:
 
     def _note_unread(self, error: UnavailableError, election: Election) -> None:
         election.unread(now_s=_now_s())
+        self._say_unread(error)
+
+    def _say_unread(self, error: UnavailableError) -> None:
         if not self._unread:
             _LOG.error("the job log can't be read: %s", error)
         self._unread = str(error)
@@ -154,6 +167,8 @@ class Terms:
         self.reign = Coordinator(self.config, metrics=self.metrics, base=self._base, wall_s=self._wall_s)
         try:
             await self.reign.reign(self._ports, log, url=self._url, stop=self._stop, on_serving=self._announce)
+        except* UnavailableError as group:
+            _LOG.error("leads no more, and follows until the log can be read: %s", _first(group))
         except* FencedError as group:
             _LOG.warning("leads no more, and stands by: %s", _first(group))
             self._patience_s = patience_after(
@@ -215,6 +230,10 @@ class Terms:
         """Append a change of the job that a person asks for."""
         return await self._leading().change(asked)
 
+    def declare_dead(self, node: str) -> None:
+        """Take in that a person says that a node is dead."""
+        self._leading().declare_dead(node)
+
     async def open(self, request: OpenRequest) -> OpenAnswer:
         """Return the attempt for a launch, or why there is none."""
         return await self._leading().open(request)
@@ -224,7 +243,7 @@ class Terms:
         return self._leading().status()
 
 
-def _first(group: BaseExceptionGroup[FencedError]) -> BaseException:
+def _first(group: BaseExceptionGroup[CkptError]) -> BaseException:
     error: BaseException = group
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]

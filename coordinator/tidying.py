@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 from functools import partial
 
 from toprope.coordinator.log import Log
@@ -13,19 +14,23 @@ from toprope.store.errors import CkptError, FencedError, StoreError
 from toprope.store.keep.gone import in_words, make_letting_go
 from toprope.store.keep.holds import HoldWatch
 from toprope.store.keep.retention import make_retire
-from toprope.store.log.records import Retire
+from toprope.store.log.fold import JobState
+from toprope.store.log.records import Record, Retire
 from toprope.store.log.snap import EVERY
 
+_HELD_UP_S = 1.0
 _LOG = logging.getLogger("toprope.coordinator")
 
 
 class Tidier:
     """Does what the job's policy of retention says, when it is told that there may be something to do."""
 
-    def __init__(self, store: StorePort, log: Log, metrics: Metrics) -> None:
+    def __init__(self, store: StorePort, log: Log, metrics: Metrics, *, held_up: Callable[[], bool] = bool) -> None:
+        """``held_up``: an attempt must come into the log first that could not follow what is retired here."""
         self._store = store
         self._log = log
         self._metrics = metrics
+        self._held_up = held_up
         self._watch = HoldWatch()
         self._due = asyncio.Event()
         self._snap_at = log.state.n + EVERY
@@ -42,6 +47,9 @@ class Tidier:
         """
         while True:
             await self._due.wait()
+            if self._held_up():
+                await asyncio.sleep(_HELD_UP_S)
+                continue
             self._due.clear()
             await self._round()
 
@@ -60,10 +68,13 @@ class Tidier:
             _LOG.warning("old checkpoints were not cleared away, which is tried again later: %s", error)
 
     async def _retire(self) -> None:
-        done = await self._log.append(make_retire)
+        done = await self._log.append(self._unless_held_up(make_retire))
         if isinstance(done.record, Retire):
             self._metrics.readies_retired.inc(len(done.record.seqs))
             _LOG.info("retired READY %s", ", ".join(str(seq) for seq in done.record.seqs))
+
+    def _unless_held_up(self, make: Callable[[JobState], Record | None]) -> Callable[[JobState], Record | None]:
+        return lambda state: None if self._held_up() else make(state)
 
     async def _collect(self) -> None:
         now_s = asyncio.get_running_loop().time()
@@ -82,6 +93,7 @@ class Tidier:
         seqs = await self._store.gone(self._log.state)
         if seqs:
             _LOG.warning("%s: it is unpinned and retired", in_words(self._log.state, seqs))
-        while (await self._log.append(partial(make_letting_go, seqs=seqs))).record is not None:
+        make = self._unless_held_up(partial(make_letting_go, seqs=seqs))
+        while (await self._log.append(make)).record is not None:
             pass
         return bool(seqs)

@@ -15,7 +15,8 @@ Topics: ``toprope/<job>/nodes/<node>/inventory``, ``toprope/<job>/nodes/<node>/p
 ``GET /v1/status``, ``GET /healthz``, ``GET /metrics``; one that stands by answers 409, and the leader's url in the
 header ``Toprope-Leader``, to all but the last two. Sidecar HTTP:
 ``GET /v1/inventory?after=V&wait_s=S`` (long poll), ``GET /v1/copies/<attempt_uid>/<step>/<rank>?tier=T`` (the image, or
-a ``Range`` of it), ``.../parts?tier=T`` (what lies where in it, each part's digest),
+a ``Range`` of it), ``.../parts?tier=T`` (what lies where in it, each part's digest), ``GET /v1/adopted`` (the attempts
+that it has adopted),
 ``POST /v1/copies/<attempt_uid>/<step>/<rank>/ack``, ``GET /healthz``, ``GET /metrics``.
 """
 
@@ -25,7 +26,9 @@ from typing import Any, Literal, TypeAlias, TypeVar
 
 import msgspec
 
-FORMAT = 3
+from toprope.store.log.records import Attempt, AttemptFacts
+
+FORMAT = 4
 MAX_INVENTORY_BYTES = 256 * 1024
 MAX_DESIRED_BYTES = 16 * 1024 * 1024
 TROUBLES_MAX = 16
@@ -134,6 +137,43 @@ class ReadBack(_Document, frozen=True, kw_only=True):
     found: str = ""
 
 
+class Provisional(_Document, frozen=True, kw_only=True):
+    """An attempt that is decided while the log can't be reached: the record to append, and the facts that it names.
+
+    ``parent`` is the uid of the attempt before it. It may be opened once every node of the old and of the new world has
+    adopted it: written down that it will adopt no other attempt of this number.
+    """
+
+    job_uid: str
+    parent: str
+    record: Attempt
+    facts: AttemptFacts
+
+    @property
+    def number(self) -> int:
+        """The attempt's number."""
+        return self.record.attempt
+
+    @property
+    def uid(self) -> str:
+        """The attempt's uid."""
+        return self.record.uid
+
+
+class Adoptions(_Document, frozen=True, kw_only=True):
+    """The attempts that a node has adopted and that are not in the log yet, as far as it knows."""
+
+    format: int = msgspec.field(default_factory=_format)
+    attempts: tuple[Provisional, ...]
+
+
+class Adopted(_Document, frozen=True, kw_only=True):
+    """The name of one of these, as the inventory has it."""
+
+    number: int
+    uid: str
+
+
 class Inventory(_Document, frozen=True, kw_only=True):
     """What one sidecar holds. ``(boot_id, incarnation)`` names its life; ``version`` grows within it.
 
@@ -159,6 +199,7 @@ class Inventory(_Document, frozen=True, kw_only=True):
     """What costs this node a tier now, for people: what does not fit, and what fails or hangs."""
     no_room_for: tuple[str, ...] = ()
     """Nodes whose copies don't fit into this one's memory: it was tried."""
+    adopted: tuple[Adopted, ...] = ()
 
 
 class Presence(_Document, frozen=True, kw_only=True):
@@ -211,6 +252,7 @@ class AttemptView(_Document, frozen=True, kw_only=True):
     have applied it and train; ``failed``: it will not come to that, ``reason`` says why, open another round; with
     ``misfit`` that would fail likewise, since the trainer is another than the one that was saved.
     ``source_attempt_uid`` and ``from_step`` name the snapshot in ``restore``; with source ``base`` it is ``base``.
+    ``provisional``: it is not in the log yet.
     """
 
     number: int
@@ -226,6 +268,7 @@ class AttemptView(_Document, frozen=True, kw_only=True):
     reason: str = ""
     misfit: bool = False
     base: BaseView | None = None
+    provisional: bool = False
 
 
 class Cadence(_Document, frozen=True, kw_only=True):
@@ -287,6 +330,12 @@ class Desired(_Document, frozen=True, kw_only=True):
     ready_step: int = 0
     extra_step: int = 0
     """A step of the current attempt that all ranks save, due or not, and after which they end; 0: none."""
+    logged: int = 0
+    """The number of the newest attempt that is in the log."""
+    proposed: Provisional | None = None
+    """An attempt that all nodes that it concerns are to adopt."""
+    fenced: tuple[str, ...] = ()
+    """Attempts by uid that were opened while the log could not be reached and that can't be entered into it: over."""
     report_every_s: float = 0.0
     """So long a node waits from one inventory that it publishes to the next: so many nodes are there."""
     refused: dict[str, str] = {}
@@ -337,7 +386,7 @@ class _Peek(msgspec.Struct, frozen=True):
     format: int | None = None
 
 
-_D = TypeVar("_D", Inventory, Presence, Desired, Health, OpenRequest, OpenAnswer)
+_D = TypeVar("_D", Inventory, Presence, Desired, Health, OpenRequest, OpenAnswer, Adoptions)
 
 
 def encode(document: msgspec.Struct) -> bytes:

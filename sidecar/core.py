@@ -13,6 +13,7 @@ from toprope.coordinator.wire import AttemptView, Desired, Inventory, Placement,
 from toprope.sidecar import effects as do
 from toprope.sidecar import events as on
 from toprope.sidecar.admission import copies_of, memory_advice
+from toprope.sidecar.adoption_book import AdoptionBook
 from toprope.sidecar.conversation import Conversation, Trainer
 from toprope.sidecar.effects import Effect
 from toprope.sidecar.events import Event
@@ -41,6 +42,7 @@ class Core:
     tiers: TierBook = field(default_factory=TierBook)
     peers: PeerBook = field(default_factory=PeerBook)
     restore: RestoreBook = field(default_factory=RestoreBook)
+    adoptions: AdoptionBook = field(default_factory=AdoptionBook)
     offered: set[tuple[int, int, int]] = field(default_factory=set)
     reading: set[str] = field(default_factory=set)
     read_backs: dict[str, ReadBack] = field(default_factory=dict)
@@ -60,6 +62,7 @@ class Core:
             tiers=self.tiers,
             peers=self.peers,
             restore=self.restore,
+            adoptions=self.adoptions,
             conversation=self.conversation,
         )
 
@@ -92,7 +95,7 @@ class Core:
             return self._take_of_restore(event)
         assert_never(event)
 
-    def _take_of_service(self, event: on.OfService) -> list[Effect]:
+    def _take_of_service(self, event: on.OfService) -> list[Effect]:  # noqa: PLR0911 - one case per kind of event
         match event:
             case on.Tick():
                 return self._on_tick(event)
@@ -107,6 +110,11 @@ class Core:
             case on.DesiredConfirmed():
                 if self.desired is not None:
                     self.conversation.on_confirmed(self.desired)
+            case on.Adopted():
+                self.adoptions.on_adopted(event.adopted, forgotten=event.forgotten)
+            case on.AdoptFailed():
+                self.adoptions.on_failed(now_s=self.now_s)
+                return [do.Shout(what="adopt-failed", text=f"an attempt could not be adopted: {event.reason}")]
             case _:
                 assert_never(event)
         return []
@@ -202,7 +210,7 @@ class Core:
             return []
         if old is not None and (new.term, new.version) <= (old.term, old.version):
             return []
-        self.desired = new
+        self.desired = self.adoptions.held_to(new, old)
         reason = new.refused.get(self.me.incarnation)
         return [] if reason is None else [do.Exit(reason=reason)]
 
@@ -311,6 +319,7 @@ class Core:
         effects: list[Effect] = []
         if desired is not None:
             effects += self._carry_on(desired)
+            effects += self.adoptions.plan(desired, now_s=self.now_s)
             effects += self._restore(desired)
             effects += self._read_back(desired)
         effects += self._lend()
@@ -401,6 +410,9 @@ class Core:
             if waiting:
                 effects += self.restore.plan(attempt, waiting, self._ways(attempt), now_s=self.now_s)
         for trainer in self.conversation.in_order():
+            if trainer.joined and (why := self.adoptions.end_of(trainer.attempt_uid, desired)):
+                effects += self.restore.end(trainer, why)
+                continue
             no_slots, trouble = self.slots.refusals.get(trainer.rank, ""), "; ".join(self.tiers.troubles())
             effects += self.restore.tell(trainer, desired, no_slots=no_slots, trouble=trouble)
         keep = attempt.uid if attempt is not None and attempt.phase in {"opened", "staged"} else ""

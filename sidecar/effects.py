@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from toprope.coordinator.wire import Inventory, OpenRequest, ReadBackTask, RestoreShard
+from toprope.coordinator.wire import Inventory, OpenRequest, Provisional, ReadBackTask, RestoreShard
 from toprope.sidecar.values import Alarm, Shard, Way
 from toprope.trainer_hooks.link.slot import Page
 from toprope.trainer_hooks.link.wire import FromSidecar
@@ -170,6 +170,14 @@ class OpenAttempt:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Adopt:
+    """Write down durably that an attempt is adopted, and forget these numbers; answer Adopted or AdoptFailed."""
+
+    proposed: Provisional
+    forget: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FetchDesired:
     """Ask the coordinator for its document now: someone waits for it."""
 
@@ -200,7 +208,9 @@ Instant: TypeAlias = Send | Hangup | Follow | Publish | Shout | Exit
 """What takes no time."""
 Near: TypeAlias = MakeSlots | RemoveSlots | RemoveSpares | LookAtSlots | GrantSlot | EmptySlot | HashSlot | DropStage
 """What is done in this node's memory."""
-Far: TypeAlias = StoreLocal | StoreObject | DropLocal | Pull | Stage | ReadObjectBack | OpenAttempt | FetchDesired
+Far: TypeAlias = (
+    StoreLocal | StoreObject | DropLocal | Pull | Stage | ReadObjectBack | OpenAttempt | Adopt | FetchDesired
+)
 """What goes beyond it."""
 Lasting: TypeAlias = Near | Far
 Effect: TypeAlias = Instant | Lasting

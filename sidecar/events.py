@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from toprope.coordinator.wire import Copy, Desired, Inventory, OpenAnswer, ReadBack, Tier
+from toprope.coordinator.wire import Copy, Desired, Inventory, OpenAnswer, Provisional, ReadBack, Tier
 from toprope.sidecar.values import Shard, SlotSight, SlowTier
 from toprope.trainer_hooks.link.wire import ALL, FromHook, StagedShard
 
@@ -43,6 +43,21 @@ class OpenAnswered:
 
     connection: int
     answer: OpenAnswer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Adopted:
+    """An adoption is durable; one that an earlier life wrote down is told at start. Those of ``forgotten`` are gone."""
+
+    adopted: Provisional
+    forgotten: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdoptFailed:
+    """An adoption could not be written down."""
+
+    reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -273,7 +288,9 @@ class Tick:
     now_s: float
 
 
-OfService: TypeAlias = Tick | FrameArrived | ConnectionClosed | OpenAnswered | DesiredArrived | DesiredConfirmed
+OfService: TypeAlias = (
+    Tick | FrameArrived | ConnectionClosed | OpenAnswered | DesiredArrived | DesiredConfirmed | Adopted | AdoptFailed
+)
 OfSlots: TypeAlias = SlotsSeen | SlotsRefused | SlotHeld | SlotGone | SlotHashed | SlotDropped
 OfTiers: TypeAlias = LocalStored | ObjectStored | StoreFailed | LeftoversRead | DiskSeen | ReadBackDone | ReadBackFailed
 OfPeers: TypeAlias = SpareSeen | OwnerSeen | Pulled | PullFailed | MemorySeen | Acked | ServeBegan | ServeEnded

@@ -8,6 +8,7 @@ import msgspec
 
 from toprope.coordinator.wire import Copy, Desired, Inventory, RankState, ReadBack
 from toprope.sidecar.admission import troubles
+from toprope.sidecar.adoption_book import AdoptionBook
 from toprope.sidecar.conversation import Conversation, RankNotes
 from toprope.sidecar.peer_book import PeerBook
 from toprope.sidecar.restore_book import RestoreBook
@@ -25,6 +26,7 @@ class Books:
     tiers: TierBook
     peers: PeerBook
     restore: RestoreBook
+    adoptions: AdoptionBook
     conversation: Conversation
 
     def copies(self) -> list[Copy]:
@@ -81,6 +83,7 @@ class Books:
             reading=reading,
             troubles=troubles(self.slots, self.tiers, self.peers),
             no_room_for=tuple(sorted(self.peers.no_room)),
+            adopted=self.adoptions.listed(desired),
         )
 
 

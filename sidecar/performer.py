@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Any, assert_never
 
 from toprope.coordinator.serving import told
-from toprope.coordinator.wire import OpenAnswer
+from toprope.coordinator.wire import OpenAnswer, Provisional
 from toprope.sidecar import effects as do
 from toprope.sidecar import events as on
 from toprope.sidecar import metrics
 from toprope.sidecar.adapters.http import Copies
 from toprope.sidecar.adapters.trainer_socket import TrainerSocket
+from toprope.sidecar.adoptions import AdoptionFiles
 from toprope.sidecar.config import SidecarConfig
 from toprope.sidecar.core import Core
 from toprope.sidecar.documents import Documents
@@ -53,6 +54,7 @@ class Parts:
     core: Core
     memory: Memory
     local: LocalTier
+    adoptions: AdoptionFiles
     ports: Ports
 
 
@@ -138,7 +140,7 @@ class Sidecar:
             case _:
                 await self._perform_far(effect)
 
-    async def _perform_far(self, effect: do.Far) -> None:
+    async def _perform_far(self, effect: do.Far) -> None:  # noqa: C901 - one case per kind of effect
         """Do what goes beyond this node's memory."""
         match effect:
             case do.StoreLocal():
@@ -156,6 +158,8 @@ class Sidecar:
                 await self._read_back(effect)
             case do.OpenAttempt():
                 await self._open(effect)
+            case do.Adopt():
+                await self._adopt(effect)
             case do.FetchDesired():
                 await self.documents.fetch()
             case _:
@@ -344,6 +348,19 @@ class Sidecar:
             answer = OpenAnswer(code="unavailable", text=str(error))
         self.post(on.OpenAnswered(connection=effect.connection, answer=answer))
 
+    async def _adopt(self, effect: do.Adopt) -> None:
+        files = self._parts.adoptions
+        try:
+            await self._threads.run("disk", files.write, effect.proposed, nonce=os.urandom(8).hex())
+            for number in effect.forget:
+                await self._threads.run("disk", files.forget, number)
+        except OSError as error:
+            self.post(on.AdoptFailed(reason=f"{self.config.job_local}: {error.strerror}"))
+            return
+        proposed = effect.proposed
+        log.warning("adopted attempt %d (%s) while the job log can't be reached", proposed.number, proposed.uid[:8])
+        self.post(on.Adopted(adopted=proposed, forgotten=effect.forget))
+
     def endless(self) -> tuple[Coroutine[Any, Any, None], ...]:
         """Return the work that goes on until the end."""
         scrub = Scrub(
@@ -406,6 +423,11 @@ class Sidecar:
             self.post(on.ConnectionClosed(connection=connection))
             metrics.TRAINERS.set(len(self._parts.core.conversation.trainers))
 
+    def adopted(self) -> tuple[Provisional, ...]:
+        """Return the attempts that are adopted here and that are not in the log yet, as far as is known."""
+        core = self._parts.core
+        return () if core.desired is None else core.adoptions.standing(core.desired)
+
     def copies(self) -> Copies:
         """Return what the HTTP server may ask and tell."""
         return Copies(
@@ -428,6 +450,11 @@ class Sidecar:
         await self._threads.run("slots", functools.partial(memory.drop_staged, keep=""))
         for kept in await self._threads.run("disk", self._parts.local.sweep):
             self._shouts.shout("local-failed", kept)
+        adopted, damaged = await self._threads.run("disk", self._parts.adoptions.read)
+        for one in adopted:
+            self.post(on.Adopted(adopted=one))
+        for line in damaged:
+            self._shouts.shout("local-damaged", line)
         for rank in memory.slot_ranks():
             await self._look(rank)
         for rank, number in memory.spares():

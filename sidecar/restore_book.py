@@ -130,6 +130,11 @@ class RestoreBook:
         frames += _desired_frame(trainer, desired, attempt, no_slots=no_slots, trouble=trouble)
         return [Send(connection=trainer.connection, frame=frame) for frame in frames]
 
+    def end(self, trainer: Trainer, why: str) -> list[Effect]:
+        """Tell a trainer, once, that its attempt is over."""
+        frames = _once(trainer, "superseded", wire.Error(code="superseded", text=why))
+        return [Send(connection=trainer.connection, frame=frame) for frame in frames]
+
     def _progress(self, trainer: Trainer, attempt: AttemptView) -> list[wire.FromSidecar]:
         frames: list[wire.FromSidecar] = []
         if attempt.phase == "failed":

@@ -25,6 +25,7 @@ from toprope.sidecar.adapters.coordinator import HttpCoordinator
 from toprope.sidecar.adapters.files import Disk, Pages
 from toprope.sidecar.adapters.http import SidecarHttp
 from toprope.sidecar.adapters.peers import HttpPeers
+from toprope.sidecar.adoptions import AdoptionFiles
 from toprope.sidecar.budget import measure, needed_bytes, why_too_little
 from toprope.sidecar.config import SidecarConfig
 from toprope.sidecar.core import Core
@@ -217,7 +218,8 @@ def _parts(config: SidecarConfig, core: Core, ports: Ports) -> Parts:
     memory.make_directories()
     metrics.MEMORY_BYTES.set_function(lambda: used_bytes(memory.root))
     metrics.MEMORY_ROOM_BYTES.set_function(memory.room)
-    return Parts(core=core, memory=memory, local=LocalTier(config.job_local, ports.disk), ports=ports)
+    local, adoptions = LocalTier(config.job_local, ports.disk), AdoptionFiles(config.job_local, ports.disk)
+    return Parts(core=core, memory=memory, local=local, adoptions=adoptions, ports=ports)
 
 
 @asynccontextmanager
@@ -225,6 +227,7 @@ async def _http(config: SidecarConfig, ground: Ground, sidecar: Sidecar) -> Asyn
     server = SidecarHttp(
         sidecar.copies(),
         inventory_after=sidecar.documents.inventory_after,
+        adopted=sidecar.adopted,
         token=config.token,
         stall_timeout_s=config.stall_timeout_s,
         use_deadline_s=config.use_deadline_s,

@@ -15,6 +15,7 @@ SlowTier: TypeAlias = Literal["local", "object"]
 
 Alarm: TypeAlias = Literal[
     "ack-failed",
+    "adopt-failed",
     "coordinator-away",
     "digest-differs",
     "dropped",

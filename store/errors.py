@@ -5,6 +5,7 @@
     CkptError                    a failure with an exit status; what the command line prints in one line
     ├── UsageError               64: wrong use; nothing was changed
     ├── UnavailableError          4: the store could not be reached, or did not say whether it wrote
+    │   ├── NoStoreError             the store answered: it is not there, or not for us
     │   └── ThrottledError           the store is busy and wants to be asked again later
     ├── NothingToVerifyError      3: there is no checkpoint there
     ├── FencedError               1: a later term has been elected; this writer may append nothing more
@@ -38,6 +39,10 @@ class UnavailableError(CkptError):
     """The store could not be reached, or did not answer: a write may have landed or may still land."""
 
     exit_status: ClassVar[int] = 4
+
+
+class NoStoreError(UnavailableError):
+    """The store answered that it is not there, or not for these credentials: no waiting helps, a person must."""
 
 
 class ThrottledError(UnavailableError):

@@ -26,8 +26,17 @@ from toprope.coordinator.ports import BrokerPort, Document, Ports
 from toprope.coordinator.serving import NotLeadingError
 from toprope.coordinator.settings import Address
 from toprope.coordinator.terms import Terms
-from toprope.coordinator.wire import Cadence, Desired, Health, Inventory, OpenAnswer, OpenRequest, Presence
-from toprope.store.errors import CkptError, UnavailableError
+from toprope.coordinator.wire import (
+    Cadence,
+    Desired,
+    Health,
+    Inventory,
+    OpenAnswer,
+    OpenRequest,
+    Presence,
+    Provisional,
+)
+from toprope.store.errors import CkptError
 from toprope.store.keep.changes import ChangeAnswer, ChangeRequest
 from toprope.store.keep.gc import GcPlan
 from toprope.store.keep.holds import HoldWatch
@@ -78,11 +87,7 @@ class Host:
             coordinators=_Others(self, self._world),
             connect=self._connect,
         )
-        try:
-            await self._real.run(ports, url=self.url, stop=self._stop, on_serving=lambda: None)
-        except* UnavailableError as group:
-            self._world.trace.note(self.name, f"ends: {_first(group)}")
-            self._world.trace.sometimes("no store at the start")
+        await self._real.run(ports, url=self.url, stop=self._stop, on_serving=lambda: None)
         self.process.kill()
 
     def _connect(
@@ -232,6 +237,14 @@ class _Nodes:
         except NetError:
             return None
 
+    async def adopted(self, url: str) -> tuple[Provisional, ...] | None:
+        """Ask a sidecar what it has adopted."""
+        self.world.trace.sometimes("a coordinator learned what was opened without the log")
+        try:
+            return await self.world.ask_sidecar(self.host.name, url, lambda car: car.adopted(), timeout_s=2.0)
+        except NetError:
+            return None
+
 
 @dataclass(frozen=True, slots=True)
 class _Others:
@@ -265,11 +278,5 @@ def _config(job: str, cadence: Cadence, options: Options) -> Config:
         patience_s=_PATIENCE_S,
         retain=options.retain or None,
         copies=options.copies,
+        on_log_outage=options.on_log_outage,
     )
-
-
-def _first(group: BaseExceptionGroup[BaseException]) -> str:
-    error: BaseException = group
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return str(error)

@@ -8,6 +8,7 @@ import random
 from toprope.chaos.sim import people
 from toprope.chaos.sim.broker import NAME as BROKER
 from toprope.chaos.sim.loop import Process
+from toprope.chaos.sim.store import EVERYBODY
 from toprope.chaos.sim.world import Node, World
 from toprope.trainer_hooks.link.slot import SlotState
 
@@ -33,6 +34,7 @@ def heal(world: World) -> None:
     world.net.calm, world.ambush = True, ""
     world.net.cuts.clear()
     world.store.fault = 0.0
+    world.store.away.clear()
     for node in world.nodes:
         node.disk.trouble, node.disk.dies_in, node.no_room = "", 0, False
     for process in _paused(world):
@@ -92,6 +94,8 @@ def _strike_machines(world: World, what: str, rng: random.Random) -> None:  # no
             world.broker.restart()
         case "store brownout":
             world.store.fault = rng.choice((0.0, 0.1, 0.5, 1.0))
+        case "store outage":
+            _take_store_away(world, rng)
         case "disk trouble":
             node.disk.trouble = rng.choice(("", "full", "sync"))
             node.no_room = rng.random() < 0.3  # noqa: PLR2004 - now and then
@@ -100,6 +104,17 @@ def _strike_machines(world: World, what: str, rng: random.Random) -> None:  # no
                 _flip(world, node, rng)
         case _:
             raise AssertionError(what)
+
+
+def _take_store_away(world: World, rng: random.Random) -> None:
+    """Let the store answer nobody for a while, or not one coordinator alone; ranks are killed meanwhile."""
+    who = rng.choice(world.hosts).name if world.hosts and rng.random() < 0.3 else EVERYBODY  # noqa: PLR2004 - now and then
+    for_s = rng.uniform(4.0, 20.0)
+    world.store.away.add(who)
+    world.loop.outside(for_s, world.store.away.discard, who)
+    for _ in range(rng.randint(0, 2)):
+        if world.launch is not None:
+            world.loop.outside(rng.uniform(0.0, for_s), rng.choice(world.launch.ranks).process.kill)
 
 
 def _pause(world: World, process: Process, for_s: float) -> None:

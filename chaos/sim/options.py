@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -62,6 +62,16 @@ DAMAGE: dict[str, Any] = {
     "store_fault": 0.05,
     "between_s": 1.0,
 }
+OUTAGE: dict[str, Any] = {
+    **PAIR,
+    "copies": 1,
+    "coordinators": 2,
+    "on_log_outage": "proceed",
+    "faults": ("store outage", "store outage", "kill rank", "kill rank", "kill coordinator", "kill sidecar", "change"),
+    "store_fault": 0.0,
+    "chaos_s": 40.0,
+    "between_s": 2.0,
+}
 WORLDS: tuple[dict[str, Any], ...] = ({}, {}, {}, {}, {}, READERS, PEOPLE, AMBUSH, AMBUSH, DAMAGE, DAMAGE)
 """What is said instead of drawn: nothing, or a narrow world in which one kind of trouble comes all the time."""
 
@@ -97,6 +107,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     retain: str
     faults: tuple[str, ...]
     copies: int = 1
+    on_log_outage: Literal["wait", "proceed"] = "wait"
     script: tuple[Trouble, ...] = ()
 
     def __str__(self) -> str:

@@ -12,10 +12,12 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import msgspec
+from msgspec import UNSET
 
 from toprope.chaos.sim.store import SimStore, image_in
 from toprope.chaos.sim.trace import Trace
-from toprope.coordinator.wire import Desired
+from toprope.chaos.sim.unlogged import Unlogged
+from toprope.coordinator.wire import Desired, Provisional
 from toprope.store.checkpoint.manifest import Index, Manifest
 from toprope.store.checkpoint.manifest import decode as decode_manifest
 from toprope.store.checkpoint.shard import identity_of, parse_header
@@ -56,7 +58,7 @@ class Oracle:
         self.golden: dict[Snapshot, str] = {}
         self.violation: Violation | None = None
         self.state = JobState(job=job)
-        self._facts: dict[str, AttemptFacts] = {}
+        self.unlogged = Unlogged()
         self.over = False
         self._floor: tuple[str, int] | None = None
         self._flipped = False
@@ -68,7 +70,7 @@ class Oracle:
         self._store = store
         self._trace = trace
         self._stop = stop
-        self._heard: dict[str, tuple[tuple[int, int], int]] = {}
+        self._heard: dict[str, tuple[tuple[int, int], int, str]] = {}
         self._left: dict[str, int] = {}
         self._training: set[str] = set()
         self._needs_source = False
@@ -204,6 +206,7 @@ class Oracle:
             self.fail("I5", f"record {number}, {_told(record)}: {why}", step=step)
             return
         self.state = fold(state, record, record_sha256=hashlib.sha256(body).hexdigest())
+        self.unlogged.records.append(record)
         if isinstance(record, Elected) and record.term > 1:
             self._trace.sometimes("a coordinator took over")
 
@@ -219,7 +222,7 @@ class Oracle:
         if any((one.launch_id, one.round) == (record.launch_id, record.round) for one in state.attempts):
             self.fail("I13", f"launch {record.launch_id[:8]} round {record.round} is given a second attempt")
         facts = msgspec.json.decode(self._store.objects[facts_key(state.job, record.facts_sha256)], type=AttemptFacts)
-        self._facts[record.uid] = facts
+        self.unlogged.worlds[record.uid] = facts.world
         struck = {*state.struck, *((one.attempt_uid, one.step) for one in record.struck)}
         if record.struck:
             self._trace.sometimes("a source was struck off")
@@ -227,7 +230,19 @@ class Oracle:
                 place = record.struck[0]
                 text = f"step {place.step} is struck off although nothing was ever damaged: {place.why}"
                 self.fail("I14", text, step=place.step)
-        for _, ready in state.restorable():
+        self._check_source(record, facts, struck)
+        if record.decided_at is UNSET:
+            self._check_floor(record, struck)
+            return
+        self._trace.sometimes("an attempt opened without the log came into it")
+        if why := self.unlogged.enter(record, state):
+            self.fail("I5", f"attempt {record.attempt}, decided without the log, comes into it: {why}")
+
+    def _check_source(self, record: Attempt, facts: AttemptFacts, struck: set[Place]) -> None:
+        for seq, ready in self.state.restorable():
+            if record.decided_at is not UNSET and seq >= record.decided_at:
+                self._trace.sometimes("an attempt opened without the log passed over a READY")
+                continue
             if record.from_step < ready.step and (ready.attempt_uid, ready.step) not in struck:
                 text = f"attempt {record.attempt} begins at step {record.from_step} and passes over READY {ready.step}"
                 self.fail("I14", text, step=ready.step)
@@ -241,7 +256,6 @@ class Oracle:
                     self.fail("I17", text, step=held.step)
         elif record.ready is not None:
             self._trace.sometimes("restored from a READY")
-        self._check_floor(record, struck)
 
     def _is_source_kept(self, held: Held) -> bool:
         """Say whether the objects of the source of the attempt to come were never condemned before."""
@@ -324,7 +338,7 @@ class Oracle:
 
     def on_restored(self, *, attempt_uid: str, rank: int, images: Iterable[tuple[int, bytes]]) -> None:
         """Take in what a rank is about to apply: the shards by rank."""
-        record = next((one for one in self.state.attempts if one.uid == attempt_uid), None)
+        record = self._attempt(attempt_uid)
         if record is None:
             self.fail("I17", f"rank {rank} restores in attempt {attempt_uid[:8]}, which the log does not know")
             return
@@ -350,13 +364,30 @@ class Oracle:
     def on_told_to_end(self, *, attempt_uid: str, rank: int, why: str) -> None:
         """Take in that a training rank was told that its attempt is over."""
         current = self.state.attempt
-        if current is not None and current.uid == attempt_uid:
+        if current is not None and current.uid == attempt_uid and not self._opened_since(current.attempt):
             self.fail("I12", f"rank {rank} trains in the current attempt and is told to end: {why}")
+        unlogged = self.unlogged.record_of(attempt_uid)
+        if unlogged is None or self._opened_since(unlogged.attempt):
+            return
+        if self.unlogged.obstacle(attempt_uid, self.state):
+            self._trace.sometimes("an attempt opened without the log was fenced off")
+        elif current is None or current.attempt <= unlogged.attempt:
+            self.fail("I12", f"rank {rank} trains in an attempt that the log may take, and is told to end: {why}")
+
+    def _opened_since(self, number: int) -> bool:
+        """Say whether an attempt of a later number was opened without the log."""
+        return any(self.unlogged.attempts[uid].number > number for uid in self.unlogged.opened)
+
+    def _attempt(self, uid: str) -> Attempt | None:
+        """Return the attempt of a uid, in the log or opened without it."""
+        return next((one for one in self.state.attempts if one.uid == uid), self.unlogged.record_of(uid))
 
     def on_left(self, *, attempt_uid: str, rank: int, step: int) -> None:
         """Take in that a rank that was to be ended ends at a step that it takes for safe: all have sealed that one."""
         self._trace.sometimes("a launch ended at a step that was safe")
-        world = next(one.world_size for one in self.state.attempts if one.uid == attempt_uid)
+        record = self._attempt(attempt_uid)
+        assert record is not None
+        world = record.world_size
         missing = [one for one in range(world) if (attempt_uid, step, one) not in self.golden]
         if missing or self._left.setdefault(attempt_uid, step) != step:
             text = f"rank {rank} ends at step {step}, of which ranks {missing} have no snapshot; {self._left}"
@@ -366,17 +397,46 @@ class Oracle:
 
     def on_heard(self, life: str, desired: Desired) -> None:
         """Take in the document that a sidecar goes by now."""
-        number = desired.attempt.number if desired.attempt is not None else 0
-        at = ((desired.term, desired.version), number)
-        before = self._heard.get(life, ((0, 0), 0))
-        if at[0] < before[0] or at[1] < before[1]:
+        attempt = desired.attempt
+        number, uid = (attempt.number, attempt.uid) if attempt is not None else (0, "")
+        unlogged = attempt is not None and all(one.uid != uid for one in self.state.attempts)
+        if attempt is not None and unlogged and uid not in self.unlogged.opened:
+            self._trace.sometimes("an attempt was opened without the log")
+            if why := self.unlogged.open(attempt):
+                self.fail("I18", why)
+        at = ((desired.term, desired.version), number, uid)
+        before = self._heard.get(life, ((0, 0), 0, ""))
+        over = before[2] in self.unlogged.attempts and self.unlogged.obstacle(before[2], self.state)
+        if at[0] < before[0] or (at[1] < before[1] and not over):
             self.fail("I9", f"sidecar {life} goes back from {before} to {at}")
         self._heard[life] = at
-        if desired.term > self.state.term or number > self.state.attempt_number:
+        if desired.term > self.state.term or (number > self.state.attempt_number and not unlogged):
             self.fail("I9", f"sidecar {life} hears of term {desired.term}, attempt {number}, which no log knows")
 
         if desired.attempt is not None and desired.protected_step:
             self._on_protected((desired.attempt.uid, desired.protected_step))
+
+    def on_adopted(self, node: str, disk: object, one: Provisional) -> None:
+        """Take in that a node has adopted an attempt, durably."""
+        new = one.uid not in self.unlogged.attempts
+        if why := self.unlogged.adopt(node, disk, one, self.state):
+            self.fail("I18", why)
+        if new:
+            self._check_unlogged(one)
+
+    def _check_unlogged(self, one: Provisional) -> None:
+        """Check where an attempt begins that is proposed while the log is away."""
+        record, state = one.record, self.state
+        struck = {*state.struck, *((each.attempt_uid, each.step) for each in record.struck)}
+        assert record.held is not None
+        if (record.held.attempt_uid, record.held.step) in struck:
+            self.fail("I14", f"attempt {record.attempt} begins with a step that was struck off", step=record.from_step)
+        for rank, said in enumerate(one.facts.held_digests):
+            if self.golden.get((record.held.attempt_uid, record.held.step, rank)) != said:
+                text = f"attempt {record.attempt} swears to a shard of rank {rank} that no trainer sealed"
+                self.fail("I17", text, step=record.from_step)
+        if state.attempt is not None and state.attempt.uid == one.parent:
+            self._check_floor(record, struck)
 
     def _on_protected(self, at: tuple[str, int]) -> None:
         """A step that is protected is there for the next attempt, whichever nodes are lost, no more than copies."""

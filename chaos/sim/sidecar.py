@@ -26,9 +26,10 @@ from toprope.chaos.sim.loop import Process
 from toprope.chaos.sim.memory import File, slot_path, spare_path, stage_path
 from toprope.chaos.sim.net import NetError
 from toprope.chaos.sim.threads import Turnstile, nap
-from toprope.coordinator.wire import Desired, Inventory, OpenAnswer, OpenRequest, Presence
+from toprope.coordinator.wire import Desired, Inventory, OpenAnswer, OpenRequest, Presence, Provisional
 from toprope.sidecar import effects as do
 from toprope.sidecar import events as on
+from toprope.sidecar.adoptions import AdoptionFiles
 from toprope.sidecar.core import Core
 from toprope.sidecar.documents import Documents
 from toprope.sidecar.effects import Effect
@@ -125,6 +126,7 @@ class SimSidecar:
         )
         self._memory = node.memory
         self._local = LocalTier(node.disk.root, node.disk)
+        self._adoptions = AdoptionFiles(node.disk.root, node.disk)
         siblings = Siblings(shared_bytes=1, wait=_wait)
         self._objects = ObjectTier(world.store, world.job, codec="none", siblings=siblings)
         self._objects._mutex = Turnstile()  # type: ignore[assignment]  # noqa: SLF001 - threads of a history wait by it
@@ -150,6 +152,9 @@ class SimSidecar:
         self._memory.staged.clear()
         for kept in self._local.sweep():
             self._shouts.shout("local-failed", kept)
+        for adopted in self._adoptions.read()[0]:
+            self.world.oracle.on_adopted(self.node.name, self.node.disk, adopted)
+            self.post(on.Adopted(adopted=adopted))
         for rank in self._memory.ranks():
             await self._look(rank)
         for (rank, number), file in sorted(self._memory.spares.items()):
@@ -216,7 +221,7 @@ class SimSidecar:
             case _:
                 self.process.start(self._perform(effect))
 
-    async def _perform(self, effect: do.Lasting) -> None:  # noqa: C901, PLR0912 - one line per kind of effect
+    async def _perform(self, effect: do.Lasting) -> None:  # noqa: C901, PLR0912, PLR0915 - one line per kind of effect
         match effect:
             case do.MakeSlots():
                 await self._make_slots(effect)
@@ -255,6 +260,8 @@ class SimSidecar:
                 await self._read_back(effect)
             case do.OpenAttempt():
                 await self._open(effect)
+            case do.Adopt():
+                await self._adopt(effect)
             case do.FetchDesired():
                 await self._documents.fetch()
             case _:
@@ -478,7 +485,26 @@ class SimSidecar:
                 self.node.name, effect.url, lambda car: car.acked(self.node.name, place, found), timeout_s=_ASK_S
             )
 
+    async def _adopt(self, effect: do.Adopt) -> None:
+        nonce = self.world.loop.rng.randbytes(8).hex()
+        await self._pause(0.05)
+        try:
+            await self._bulk(lambda: self._adoptions.write(effect.proposed, nonce=nonce))
+            for number in effect.forget:
+                await self._bulk(partial(self._adoptions.forget, number))
+        except OSError as error:
+            self.post(on.AdoptFailed(reason=str(error)))
+        except DiedError:
+            return
+        else:
+            self.world.oracle.on_adopted(self.node.name, self.node.disk, effect.proposed)
+            self.post(on.Adopted(adopted=effect.proposed, forgotten=effect.forget))
+
     # What other processes ask by HTTP
+
+    async def adopted(self) -> tuple[Provisional, ...]:
+        """Return the attempts that are adopted here and that are not in the log yet."""
+        return () if self.core.desired is None else self.core.adoptions.standing(self.core.desired)
 
     async def inventory_now(self) -> Inventory:
         """Return what is held now."""

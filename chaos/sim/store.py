@@ -23,6 +23,7 @@ from toprope.store.names import Key
 
 Fault: TypeAlias = Literal["request lost", "reply lost", "late", "503", "corrupt"]
 FAULTS: tuple[Fault, ...] = ("request lost", "reply lost", "late", "503", "corrupt")
+EVERYBODY = "*"
 _LATE_S = (2.0, 30.0)
 _PAGES = (2, 1000)
 
@@ -30,13 +31,14 @@ _PAGES = (2, 1000)
 class SimStore:
     """Objects in a dict; ``ever`` has the deleted ones too. ``on_create`` and ``on_delete`` see what is applied.
 
-    ``cut`` says who can't reach it just now.
+    ``cut`` says who can't reach it just now, and it answers none of those for whom it is ``away``.
     """
 
     def __init__(self, loop: SimLoop, trace: Trace, *, fault: float, cut: Callable[[str], bool]) -> None:
         self.objects: dict[Key, bytes] = {}
         self.corrupt: set[Key] = set()
         self.fault = fault
+        self.away: set[str] = set()
         self.ever: dict[Key, bytes] = {}
         self.on_create: Callable[[Key, bytes, str], None] = lambda _key, _body, _who: None
         self.at: Callable[[str], None] = lambda _kind: None
@@ -67,7 +69,7 @@ class SimStore:
 
     def _drawn(self, who: str, key: str) -> Fault | None:
         rng = self._loop.rng
-        if self._cut(who):
+        if EVERYBODY in self.away or who in self.away or self._cut(who):
             fault: Fault = "request lost"
         elif rng.random() < self.fault:
             fault = rng.choice(FAULTS)

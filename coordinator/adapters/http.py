@@ -62,6 +62,9 @@ class Service(Protocol):
             CkptError: it could not be made.
         """
 
+    def declare_dead(self, node: str) -> None:
+        """Take in that a person says that a node is dead."""
+
     async def open(self, request: OpenRequest) -> OpenAnswer:
         """Return the attempt for a launch, or why there is none."""
 
@@ -78,6 +81,7 @@ def application(service: Service, *, token: str) -> web.Application:
             web.put("/v1/nodes/{node}/inventory", routes.put_inventory),
             web.post("/v1/attempts", routes.post_attempt),
             web.post("/v1/changes", routes.post_change),
+            web.put("/v1/nodes/{node}/dead", routes.put_dead),
             web.get("/v1/desired", routes.get_desired),
             web.get("/v1/status", routes.get_status),
             web.get("/healthz", routes.get_health),
@@ -138,6 +142,14 @@ class _Routes:
         except CkptError as error:
             raise web.HTTPServiceUnavailable(text=f"{error}\n") from error
         return _json(encode(answer))
+
+    async def put_dead(self, request: web.Request) -> web.Response:
+        try:
+            node = checked_id(request.match_info["node"], what="node")
+        except UsageError as error:
+            raise web.HTTPBadRequest(text=f"{error}\n") from error
+        self._service.declare_dead(node)
+        return web.Response(status=204)
 
     async def get_desired(self, request: web.Request) -> web.Response:
         """Answer the Desired: with ``after`` (``term.version``) and ``wait_s``, once it is newer or time is up.

@@ -18,7 +18,7 @@ from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from toprope.coordinator.serving import authorised, whole_body
-from toprope.coordinator.wire import TIERS, Inventory, encode
+from toprope.coordinator.wire import TIERS, Adoptions, Inventory, Provisional, encode
 from toprope.sidecar import metrics
 from toprope.sidecar.parts import parts_of
 from toprope.sidecar.values import LEAST_PEER_BYTES_PER_S, Way
@@ -56,9 +56,11 @@ class SidecarHttp:
         token: str,
         stall_timeout_s: float,
         use_deadline_s: float,
+        adopted: Callable[[], tuple[Provisional, ...]] = tuple,
     ) -> None:
         self._copies = copies
         self._inventory_after = inventory_after
+        self._adopted = adopted
         self._token = token
         self._stall_timeout_s = stall_timeout_s
         self._use_deadline_s = use_deadline_s
@@ -73,6 +75,7 @@ class SidecarHttp:
         application.router.add_get("/healthz", self._healthz)
         application.router.add_get("/metrics", self._metrics)
         application.router.add_get("/v1/inventory", self._inventory)
+        application.router.add_get("/v1/adopted", self._adoptions)
         application.router.add_get(_COPY, self._copy)
         application.router.add_get(f"{_COPY}/parts", self._parts)
         application.router.add_post(f"{_COPY}/ack", self._ack)
@@ -94,6 +97,10 @@ class SidecarHttp:
         if inventory is None:
             raise web.HTTPServiceUnavailable(text="not told yet which job this is: no coordinator has answered\n")
         return web.Response(body=encode(inventory), content_type="application/json")
+
+    async def _adoptions(self, _request: web.Request) -> web.Response:
+        """Tell a coordinator that has taken over what was opened without the log."""
+        return web.Response(body=encode(Adoptions(attempts=self._adopted())), content_type="application/json")
 
     async def _copy(self, request: web.Request) -> web.StreamResponse:
         async with self._served(request) as image:

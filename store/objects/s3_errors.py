@@ -26,6 +26,7 @@ from toprope.store.errors import (
     CkptError,
     CorruptObjectError,
     MissingObjectError,
+    NoStoreError,
     ThrottledError,
     UnavailableError,
     UsageError,
@@ -56,7 +57,7 @@ _EXACT: dict[str, tuple[type[CkptError], str]] = {
     "PreconditionFailed": _EXISTS,
     "412": _EXISTS,
     "NoSuchKey": (MissingObjectError, "no such object in {where}"),
-    "NoSuchBucket": (UnavailableError, "store {where} can't be reached: there is no such bucket"),
+    "NoSuchBucket": (NoStoreError, "store {where} can't be reached: there is no such bucket"),
     "NoSuchUpload": (UnavailableError, "its upload is no longer known to store {where}"),
     "404": (NotFoundError, "nothing is found there by store {where}"),
     "InvalidRange": _PAST_ITS_END,
@@ -93,7 +94,7 @@ def _from_server(response: Any, *, what: str, where: str) -> CkptError:  # noqa:
     if status == 409:  # noqa: PLR2004 - HTTP: conflict; who of several writers won is not known
         return UnavailableError(f"{what}store {where} is busy with another write of it ({status} {code})")
     if status in (401, 403):
-        return UnavailableError(
+        return NoStoreError(
             f"{what}store {where} refuses access ({status} {code}): check the credentials and what they allow "
             "(without s3:ListBucket a missing object is refused as well)"
         )

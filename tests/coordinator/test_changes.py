@@ -49,6 +49,9 @@ class Silence:
     async def inventory(self, url: str) -> Inventory | None:
         return None
 
+    async def adopted(self, url: str) -> None:
+        return None
+
     async def health(self, url: str, *, standby: str) -> Literal["silent"]:
         return "silent"
 

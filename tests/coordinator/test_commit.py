@@ -23,7 +23,17 @@ from toprope.coordinator.readiness import Receipt
 from toprope.coordinator.serving import NotLeadingError
 from toprope.coordinator.settings import Address
 from toprope.coordinator.terms import Terms
-from toprope.coordinator.wire import AttemptView, Cadence, Copy, Desired, Inventory, Member, OpenAnswer, OpenRequest
+from toprope.coordinator.wire import (
+    AttemptView,
+    Cadence,
+    Copy,
+    Desired,
+    Inventory,
+    Member,
+    OpenAnswer,
+    OpenRequest,
+    Provisional,
+)
 from toprope.sidecar.object_tier import ObjectTier
 from toprope.sidecar.values import Shard
 from toprope.store.checkpoint import manifest
@@ -47,6 +57,10 @@ class FakeNodes:
     async def inventory(self, url: str) -> Inventory | None:
         node = self.nodes.get(url.removeprefix("http://"))
         return node.inventory() if node is not None and node.up else None
+
+    async def adopted(self, url: str) -> tuple[Provisional, ...] | None:
+        node = self.nodes.get(url.removeprefix("http://"))
+        return tuple(node.adopted) if node is not None and node.up else None
 
     async def health(self, url: str, *, standby: str) -> Literal["silent"]:
         return "silent"

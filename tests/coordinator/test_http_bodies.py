@@ -55,6 +55,9 @@ class Ear:
     async def change(self, asked: ChangeRequest) -> ChangeAnswer:
         raise NotImplementedError
 
+    def declare_dead(self, node: str) -> None:
+        raise NotImplementedError
+
     def status(self) -> Presence | None:
         return None
 

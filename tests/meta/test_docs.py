@@ -141,6 +141,7 @@ SERVICE_ERRORS = {
     "FencedError": 1,
     "UsageError": 64,
     "UnavailableError": 4,
+    "NoStoreError": 4,
     "ThrottledError": 4,
     "NothingToVerifyError": 3,
     "StoreError": 2,

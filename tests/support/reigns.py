@@ -19,6 +19,8 @@ from toprope.coordinator.effects import (
     Append,
     Commit,
     Effect,
+    Enter,
+    Learn,
     Prepare,
     Probe,
     Publish,
@@ -29,10 +31,13 @@ from toprope.coordinator.effects import (
 from toprope.coordinator.events import (
     Asked,
     CommitFailed,
+    EnterEnded,
     Event,
     Heard,
     Hinted,
+    Learned,
     LogMoved,
+    LogReached,
     OpenFailed,
     Prepared,
     Probed,
@@ -41,8 +46,11 @@ from toprope.coordinator.events import (
 )
 from toprope.coordinator.intents import CommitStep, OpenAttempt, make_attempt, make_ready, make_spec
 from toprope.coordinator.log_view import LogView
+from toprope.coordinator.provisional import make_entry
 from toprope.coordinator.restore_choice import Offer, Stored
 from toprope.coordinator.wire import (
+    Adopted,
+    AttemptView,
     Cadence,
     Copy,
     Desired,
@@ -51,6 +59,7 @@ from toprope.coordinator.wire import (
     OpenAnswer,
     OpenRequest,
     Presence,
+    Provisional,
     RankState,
     RankVerdict,
     ReadBack,
@@ -115,6 +124,7 @@ class FakeNode:
     copies: list[Copy] = field(default_factory=list)
     skipped: list[Skip] = field(default_factory=list)
     read_backs: list[ReadBack] = field(default_factory=list)
+    adopted: list[Provisional] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.boot_id = self.boot_id or manifest.sha256(self.name.encode())[:32]
@@ -134,6 +144,7 @@ class FakeNode:
             copies=tuple(self.copies),
             skipped=tuple(self.skipped),
             read_backs=tuple(self.read_backs),
+            adopted=tuple(Adopted(number=one.number, uid=one.uid) for one in self.adopted),
             reading=self.reading,
         )
 
@@ -303,6 +314,21 @@ class Reign:
                 )
         self.hear()
 
+    def verdict_of(self, view: AttemptView, *, ok: bool = True, reason: str = "") -> None:
+        """Let all ranks of an attempt, in the log or not, tell that they have applied it, or why they could not."""
+        for member in view.world:
+            verdict = RankVerdict(attempt_uid=view.uid, phase="applied" if ok else "staged", ok=ok, reason=reason)
+            self.nodes[member.node].ranks[member.rank] = RankState(
+                rank=member.rank,
+                world=len(view.world),
+                launch_id=view.launch_id,
+                attempt_uid=view.uid,
+                step=view.from_step,
+                lock_held=True,
+                verdict=verdict,
+            )
+        self.hear()
+
     def end_trainers(self) -> None:
         """All trainers die: their locks are free."""
         for node in self.nodes.values():
@@ -311,6 +337,19 @@ class Reign:
                 for rank, state in node.ranks.items()
             }
         self.hear()
+
+    def log_away(self, why: str = "no answer") -> None:
+        """Let the log be out of reach, or with an empty ``why`` be there again."""
+        self.log_up = not why
+        self.do(LogReached(why=why, now_s=self.now_s))
+
+    def adopt(self, *names: str) -> None:
+        """Let nodes adopt what is proposed."""
+        proposed = self.desired.proposed
+        assert proposed is not None
+        for name in names:
+            self.nodes[name].adopted.append(proposed)
+            self.hear(name)
 
     def read_back(self, *, spoil: str = "") -> None:
         """Let nodes do the read-backs that are wanted of them; the object of key ``spoil`` has another digest."""
@@ -356,7 +395,7 @@ class Reign:
     def _tell(self, event: Event) -> None:
         self.waiting.extend(self.core.handle(event))
 
-    def _perform(self, effect: Effect) -> None:
+    def _perform(self, effect: Effect) -> None:  # noqa: C901 - one case per kind of effect
         match effect:
             case Publish():
                 self.published.append(effect.desired)
@@ -370,6 +409,12 @@ class Reign:
                 self._tell(self._prepare(effect))
             case Append():
                 self._tell(self._open(effect.intent))
+            case Enter():
+                self._enter(effect.attempt)
+            case Learn():
+                node = self.nodes[effect.node]
+                adopted = tuple(node.adopted) if node.up else None
+                self._tell(Learned(node=effect.node, adopted=adopted, now_s=self.now_s))
             case Commit():
                 self._tell(self._commit(effect.intent))
             case Tidy():
@@ -386,10 +431,21 @@ class Reign:
     def _prepare(self, effect: Prepare) -> Prepared:
         return Prepared(
             answers={name: self._probe(name) for name, _ in effect.nodes},
-            offers=(*(self._offer(seq) for seq in effect.ready_seqs), *self._base_offer()),
-            uid=manifest.sha256(f"attempt {self.state.attempt_number + 1}".encode())[:32],
+            offers=None
+            if effect.ready_seqs is None or not self.log_up
+            else (*(self._offer(seq) for seq in effect.ready_seqs), *self._base_offer()),
+            uid=manifest.sha256(f"attempt {self.state.attempt_number + 1} {self.requests}".encode())[:32],
+            why="" if self.log_up else "no answer",
             now_s=self.now_s,
         )
+
+    def _enter(self, one: Provisional) -> None:
+        if self.log_up:
+            body = manifest.encode(one.facts)
+            self.store.objects[f"facts/{manifest.sha256(body)}"] = body  # type: ignore[index] # a short key will do
+            self._append(lambda state: make_entry(state, one))
+            self._tell(LogMoved(log_view=self._log_view(), now_s=self.now_s))
+        self._tell(EnterEnded(now_s=self.now_s))
 
     def _offer(self, seq: int) -> Offer:
         ready = self.state.readies[seq]

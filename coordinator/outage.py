@@ -1,0 +1,232 @@
+"""While the log can't be reached: what is opened without it, and how that gets into it. A state machine in the core.
+
+An attempt is decided from what living nodes hold in memory or on disk, proposed to all nodes of the old and the new
+world, and opened when each has adopted it. When the log is back it is appended as it was decided, by whoever leads
+then: a successor learns of it from the nodes that adopted it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from toprope.coordinator import opening
+from toprope.coordinator.events import Learned, Prepared
+from toprope.coordinator.intents import OpenAttempt
+from toprope.coordinator.log_view import LogView
+from toprope.coordinator.provisional import concerned, outlook
+from toprope.coordinator.requests import Known
+from toprope.coordinator.roll import Node
+from toprope.coordinator.wire import Adopted, Inventory, OpenAnswer, OpenRequest, Provisional
+from toprope.store.checkpoint import manifest
+from toprope.store.log.records import Attempt
+
+
+@dataclass(slots=True, kw_only=True)
+class Outage:
+    """What is known of attempts that are not in the log. ``proceeds``: attempts may be opened without it.
+
+    ``away_since_s``: since when the log could not be reached (None: it can). ``unsure``: an attempt that was being
+    appended may land there yet. ``pending``: the attempts that are not in the log, by uid, opened or proposed;
+    ``opened`` those that all have adopted. ``fenced``: those that the log can't take, each with the reason. ``dead``:
+    the boot ids of nodes that an operator has declared dead. ``adopted``: by node the attempts that it has adopted.
+    """
+
+    proceeds: bool
+    away_since_s: float | None = None
+    why: str = ""
+    unsure: bool = False
+    pending: dict[str, Provisional] = field(default_factory=dict)
+    opened: set[str] = field(default_factory=set)
+    fenced: dict[str, str] = field(default_factory=dict)
+    dead: dict[str, str] = field(default_factory=dict)
+    entering: bool = False
+    learning: set[str] = field(default_factory=set)
+    adopted: dict[str, tuple[Adopted, ...]] = field(default_factory=dict)
+
+    def note(self, inventory: Inventory) -> None:
+        """Take in what a node has adopted."""
+        if inventory.adopted:
+            self.adopted[inventory.node] = inventory.adopted
+        else:
+            self.adopted.pop(inventory.node, None)
+
+    def reached(self, *, why: str, now_s: float) -> None:
+        """Take in whether the log could be reached just now; ``why`` it could not, else empty."""
+        if not why:
+            self.away_since_s, self.unsure = None, False
+        elif self.away_since_s is None:
+            self.away_since_s = now_s
+        self.why = why
+
+    def away_s(self, now_s: float) -> float:
+        """Return for how long the log could not be reached, 0 if it can."""
+        return 0.0 if self.away_since_s is None else now_s - self.away_since_s
+
+    # --- what the log comes to -------------------------------------------------------------------------------------
+
+    def look_ahead(self, logged: LogView) -> LogView:
+        """Return the log with what was opened without it; what can't come there any more is fenced off."""
+        there = {attempt.uid for attempt in logged.state.attempts}
+        self.pending = {uid: one for uid, one in self.pending.items() if uid not in there}
+        fenced = outlook(logged, self._in_order()).fenced
+        self.fenced.update(fenced)
+        self.pending = {uid: one for uid, one in self.pending.items() if uid not in fenced}
+        return outlook(logged, [one for one in self._in_order() if one.uid in self.opened]).view
+
+    def _in_order(self) -> list[Provisional]:
+        """Return the pending ones by number; of one number what was opened, then what more nodes have adopted."""
+        adopters = [one.uid for adopted in self.adopted.values() for one in adopted]
+        return sorted(
+            self.pending.values(),
+            key=lambda one: (one.number, one.uid not in self.opened, -adopters.count(one.uid), one.uid),
+        )
+
+    def next_to_open(self, view: LogView) -> Provisional | None:
+        """Return the pending attempt that follows what is opened, if there is one; all it concerns are to adopt it."""
+        return next(iter(outlook(view, self._in_order()).chain), None)
+
+    def missing(self, one: Provisional, view: LogView) -> tuple[str, ...]:
+        """Return which nodes have not adopted an attempt that is to follow this log, as far as is known."""
+        old = view.facts.world if view.facts is not None else ()
+        return tuple(
+            name
+            for name in concerned(old, one.facts.world, self.dead)
+            if all(adopted.uid != one.uid for adopted in self.adopted.get(name, ()))
+        )
+
+    # --- what is to be done ----------------------------------------------------------------------------------------
+
+    def to_learn(self, logged: LogView) -> str:
+        """Return a node that has adopted an attempt which is neither known here nor in the log; empty: none has."""
+        for node, adopted in sorted(self.adopted.items()):
+            news = any(one.number > logged.state.attempt_number and not self._knows(one.uid) for one in adopted)
+            if news and node not in self.learning:
+                return node
+        return ""
+
+    def _knows(self, uid: str) -> bool:
+        return uid in self.pending or uid in self.fenced
+
+    def holds_up(self, logged: LogView) -> bool:
+        """Say whether there is, or may be, an attempt that must come into the log before all else."""
+        number = logged.state.attempt_number
+        adopted = (one for adopted in self.adopted.values() for one in adopted)
+        return bool(self.pending) or any(one.number > number and one.uid not in self.fenced for one in adopted)
+
+    def learned(self, event: Learned) -> None:
+        """Take in what a node has adopted, all of it; whoever did not say is asked again at the next tick."""
+        for one in event.adopted or ():
+            if not self._knows(one.uid):
+                self.pending[one.uid] = one
+
+    def tick(self) -> None:
+        """Take in that time has passed: who was asked may be asked again."""
+        self.learning.clear()
+
+    def to_enter(self, logged: LogView) -> Provisional | None:
+        """Return the attempt that is to be appended to the log now, if there is one."""
+        if self.entering or self.away_since_s is not None:
+            return None
+        return self.next_to_open(logged)
+
+    def to_open(self, view: LogView) -> Provisional | None:
+        """Return the attempt that is open from now on, since all have adopted it; None: there is none."""
+        if self.away_since_s is None:
+            return None
+        one = self.next_to_open(view)
+        return None if one is None or self.missing(one, view) else one
+
+    # --- deciding --------------------------------------------------------------------------------------------------
+
+    def decide(
+        self, request: OpenRequest, event: Prepared, known: Known, answered: Sequence[Node]
+    ) -> OpenAnswer | None:
+        """Decide a request without the log: None when the attempt is proposed, else why it must wait."""
+        waits = f"the job log can't be reached: {event.why or self.why}"
+        if not self.proceeds:
+            return OpenAnswer(code="unavailable", text=f"{waits} (--on-log-outage is wait)")
+        one = self.next_to_open(known.log_view)
+        if one is not None and (one.record.launch_id, one.record.round) == opening.key_of(request):
+            return None
+        text = self._hindrance(request, known, answered, one)
+        decided = text or self._decided(request, event, known, answered)
+        if isinstance(decided, Provisional):
+            self.pending[decided.uid] = decided
+            return None
+        return OpenAnswer(code="unavailable", text=f"{waits}; and {decided}")
+
+    def _hindrance(self, request: OpenRequest, known: Known, answered: Sequence[Node], one: Provisional | None) -> str:
+        if self.unsure:
+            return "an attempt that was being appended when it went away may be there yet"
+        if one is not None:
+            nodes = ", ".join(self.missing(one, known.log_view)) or "none"
+            return f"attempt {one.number} of another launch is still to be adopted by: {nodes}"
+        hindered = opening.hindrance(request, known.log_view, known.roll.nodes, answered)
+        if hindered is not None:
+            return hindered.text
+        facts = known.log_view.facts
+        if facts is None:
+            return "no attempt was opened before: the first one needs the log"
+        there = {node.name for node in answered}
+        silent = [name for name in concerned(facts.world, request.world, self.dead) if name not in there]
+        if silent:
+            return (
+                f"node {silent[0]} of attempt {known.log_view.state.attempt_number} does not answer, and may be in "
+                f"another attempt by now; if it is dead, say so: ckpt declare-dead {silent[0]}"
+            )
+        return ""
+
+    def _decided(
+        self, request: OpenRequest, event: Prepared, known: Known, answered: Sequence[Node]
+    ) -> Provisional | str:
+        """Return the attempt, which begins with what nodes hold, or why none can be opened."""
+        log_view = known.log_view
+        decided = opening.decide(
+            request,
+            log_view,
+            struck_now=opening.striking(log_view, known.progress),
+            answered=answered,
+            objects=(),
+            offers=(),
+            uid=event.uid,
+        )
+        if isinstance(decided, OpenAnswer):
+            return decided.text
+        if decided.held is None:
+            return "no step of all ranks is held by the nodes"
+        struck = {*log_view.state.struck, *((one.attempt_uid, one.step) for one in decided.struck)}
+        ready = max(
+            (ready.step for _, ready in log_view.state.restorable() if (ready.attempt_uid, ready.step) not in struck),
+            default=0,
+        )
+        if decided.from_step < ready:
+            return f"the nodes hold step {decided.from_step} only, and step {ready} is READY"
+        return _provisional(decided, known)
+
+
+def _provisional(decided: OpenAttempt, known: Known) -> Provisional:
+    state = known.log_view.state
+    parent = state.attempt
+    assert parent is not None
+    assert decided.held is not None
+    return Provisional(
+        job_uid=state.job_uid,
+        parent=parent.uid,
+        record=Attempt(
+            attempt=state.attempt_number + 1,
+            uid=decided.uid,
+            launch_id=decided.launch_id,
+            round=decided.round,
+            ready=None,
+            held=decided.held,
+            from_step=decided.from_step,
+            struck=decided.struck,
+            world_size=len(decided.facts.world),
+            facts_sha256=manifest.sha256(manifest.encode(decided.facts)),
+            spec_sha256=state.spec_sha256 or "",
+            why=decided.why,
+            decided_at=known.logged_n,
+        ),
+        facts=decided.facts,
+    )
