@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import threading
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -11,9 +10,14 @@ from dataclasses import dataclass
 
 from toprope.store import digest
 from toprope.store.checkpoint import codec
+from toprope.store.checkpoint.buffers import Buffers
 from toprope.store.checkpoint.manifest import File, Head, Index, Tensor
 from toprope.store.names import Key
 from toprope.store.objects.protocol import ObjectStore
+
+_BUFFERS = Buffers()
+_SHARED_FROM = 1024 * 1024
+"""What is smaller is read into memory of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,24 +99,22 @@ def image_chunks(store: ObjectStore, index: Index) -> Iterator[bytes]:
 def write_image(store: ObjectStore, index: Index, write: Callable[[int, memoryview], None]) -> None:
     """Hand a rank's image to ``write``, piece by piece with its place there, in any order and from several threads.
 
-    Each thread reads into a buffer of its own, whose pages it finds once: to write from there costs less than to have
-    new pages found, and cleared, for all that is read. Raises as a ``FileReader`` does, and as ``write`` does.
+    Each thread reads into a buffer whose pages have been found before: to write from there costs less than to have new
+    pages found, and cleared, for all that is read. Raises as a ``FileReader`` does, and as ``write`` does.
     """
-    own = threading.local()
 
     def pass_on(at: int, piece: _Piece) -> bytes:
         if piece.frame is not None:
             write(at, memoryview(piece.read(store)))
             return b""
         length = piece.end - piece.begin
-        if len(getattr(own, "buffer", b"")) < length:
-            own.buffer = bytearray(length)
-        with memoryview(own.buffer) as whole, whole[:length] as into:
+        with _BUFFERS.one(length) if length >= _SHARED_FROM else memoryview(bytearray(length)) as into:
             store.read_into(piece.key, into, start=piece.begin)
             write(at, into)
         return b""
 
-    deque(_read_all(store, index, pass_on, at_once=digest.FILL_BYTES), maxlen=0)
+    with _BUFFERS.kept():
+        deque(_read_all(store, index, pass_on, at_once=digest.FILL_BYTES), maxlen=0)
 
 
 def _read_all(

@@ -57,6 +57,7 @@ class FillingStore(FakeStore):
 @pytest.fixture
 def store(monkeypatch: pytest.MonkeyPatch) -> FillingStore:
     monkeypatch.setattr("toprope.store.digest.FILL_BYTES", RANGE)
+    monkeypatch.setattr("toprope.store.checkpoint.files._SHARED_FROM", RANGE)
     return FillingStore()
 
 
