@@ -360,11 +360,13 @@ class Memory:
 
 
 def used_bytes(root: Path) -> int:
-    """Return the bytes of all data files of a job in memory."""
+    """Return the bytes of all data files of a job in memory; what goes meanwhile may count or not."""
     used = 0
-    for path in root.rglob("*.data"):
-        with contextlib.suppress(FileNotFoundError):
-            used += path.stat().st_size
+    for directory, _, names in os.walk(root):  # it passes over a directory that is gone
+        for name in names:
+            if name.endswith(".data"):
+                with contextlib.suppress(FileNotFoundError):
+                    used += Path(directory, name).stat().st_size
     return used
 
 

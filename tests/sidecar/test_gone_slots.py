@@ -16,7 +16,7 @@ from toprope.coordinator.wire import Copy
 from toprope.sidecar import effects as do
 from toprope.sidecar import events as on
 from toprope.sidecar.adapters.files import Pages
-from toprope.sidecar.memory import Memory
+from toprope.sidecar.memory import Memory, used_bytes
 from toprope.sidecar.values import SlotSight
 from toprope.trainer_hooks.link import wire
 from toprope.trainer_hooks.link.slot import Page, SlotState
@@ -132,6 +132,7 @@ def test_memory_tells_which_known_slots_lack_a_file_and_lends_none_of_them(memor
     memory.empty(2, Page(seq=2))
     assert not memory.slot(0, 2).page.exists(), "no page is left over of a slot that is gone"
     shutil.rmtree(memory.root)
+    assert used_bytes(memory.root) == 0
     memory.make_slots(0, (3,), 4096)
     assert [one.slot for one in memory.look(0, known=(0, 3)) if not one.gone] == [3]
     assert memory.fit(memory.spare(1, 0).data, 100) == bytes(100)

@@ -162,6 +162,6 @@ def test_pulls_that_are_quick_protect_each_step() -> None:
 
 def test_without_an_aim_they_miss_each_other_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Aim, "steer", lambda *_, **__: None)
-    world = World((100, 35))
+    world = World((45, 75))
     world.run(SECONDS)
     assert advances(world) == 0
