@@ -29,8 +29,8 @@ from toprope.coordinator.settings import Address
 JOB = "scale"
 STEPS = 10
 """Training steps from one snapshot to the next."""
-LOCAL_EVERY, OBJECT_EVERY = 2, 8
-"""Of so many snapshots one goes to the local and one to the object tier."""
+LOCAL_EVERY = 2
+"""Of so many snapshots one goes to the local tier."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,17 +54,23 @@ class Usage:
         )
 
 
-def main() -> None:
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the options."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--nodes", type=int, default=2048)
     parser.add_argument("--ranks-per-node", type=int, default=8)
     parser.add_argument("--every", type=float, default=10.0, help="seconds from one snapshot to the next")
     parser.add_argument("--snapshots", type=int, default=12)
+    parser.add_argument("--object-every", type=int, default=8, help="of so many snapshots one goes to the store")
     parser.add_argument("--connections", type=int, default=16, help="to the broker, each for many nodes")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--profile", type=Path, help="profile the coordinator into this file")
     parser.add_argument("--json", type=Path, help="write the figures as JSON too")
-    options = parser.parse_args()
+    return parser
+
+
+def main() -> None:
+    options = parser().parse_args()
     with tempfile.TemporaryDirectory(prefix="toprope-scale-") as directory:
         figures = measure(options, Path(directory))
     show(figures)
@@ -77,7 +83,7 @@ def measure(options: argparse.Namespace, directory: Path) -> dict[str, Any]:
     broker = Address(host="127.0.0.1", port=free_port())
     running = [start_broker(port=broker.port, directory=directory, log=directory / "broker.log")]
     try:
-        running.append(_coordinator(directory, broker, profile=options.profile))
+        running.append(_coordinator(directory, broker, options))
         url = wait_ready(running[1], directory / "coordinator.ready")["url"]
         fleet = Fleet(
             JOB,
@@ -85,6 +91,7 @@ def measure(options: argparse.Namespace, directory: Path) -> dict[str, Any]:
             ranks_per_node=options.ranks_per_node,
             store=directory / "store",
             connections=options.connections,
+            every_s=options.every,
             seed=options.seed,
         )
         figures = asyncio.run(_measured(fleet, options, url=url, broker=broker, processes=running))
@@ -98,11 +105,12 @@ def measure(options: argparse.Namespace, directory: Path) -> dict[str, Any]:
             process.stop()
 
 
-def _coordinator(directory: Path, broker: Address, *, profile: Path | None) -> Process:
+def _coordinator(directory: Path, broker: Address, options: argparse.Namespace) -> Process:
+    profile = options.profile
     python = [sys.executable, *(["-m", "cProfile", "-o", str(profile.absolute())] if profile is not None else [])]
     words = [*python, "-m", "toprope", "coordinator", "--job", JOB, "--store", str(directory / "store")]
     words += ["--broker", str(broker), "--ready-file", str(directory / "coordinator.ready"), "--every", str(STEPS)]
-    words += ["--local-every", str(LOCAL_EVERY * STEPS), "--object-every", str(OBJECT_EVERY * STEPS)]
+    words += ["--local-every", str(LOCAL_EVERY * STEPS), "--object-every", str(options.object_every * STEPS)]
     (directory / "store").mkdir()
     return Process("coordinator", words, log=directory / "coordinator.log")
 
@@ -122,7 +130,7 @@ async def _measured(
         fleet.counts.clear()
         before, since_s = [Usage.of(process) for process in processes], loop.time()
         for number in range(1, options.snapshots + 1):
-            fleet.snapshot(number * STEPS, local=number % LOCAL_EVERY == 0, store=number % OBJECT_EVERY == 0)
+            fleet.snapshot(number * STEPS, local=number % LOCAL_EVERY == 0, store=number % options.object_every == 0)
             await asyncio.sleep(max(0.0, since_s + number * options.every - loop.time()))
             _tell(f"snapshot {number} of {options.snapshots}")
         wall_s, after = loop.time() - since_s, [Usage.of(process) for process in processes]

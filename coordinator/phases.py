@@ -88,12 +88,18 @@ def _failed(now: Progress, said: Mapping[int, tuple[str, RankVerdict]]) -> Progr
     return Progress(phase="failed", reason=reason, by_verdict=against, misfit=misfit)
 
 
-def misplaced(world: Sequence[Member], nodes: Mapping[str, Node], *, answered: Container[str]) -> str:
-    """Return why a world can't be served yet: a node of it is not known, did not answer, or has other memory now."""
+def unheard(world: Sequence[Member], nodes: Mapping[str, Node]) -> str:
+    """Return why a world can't be served yet: a node of it is not known."""
     for member in world:
-        node = nodes.get(member.node)
-        if node is None:
+        if member.node not in nodes:
             return f"node {member.node} of rank {member.rank} has not been heard by the coordinator yet"
+    return ""
+
+
+def misplaced(world: Sequence[Member], nodes: Mapping[str, Node], *, answered: Container[str]) -> str:
+    """Return why a world of known nodes can't be served yet: one did not answer, or has other memory now."""
+    for member in world:
+        node = nodes[member.node]
         if member.node not in answered:
             return f"node {member.node} of rank {member.rank} does not answer the coordinator at {node.url}"
         if node.inventory.boot_id != member.boot_id:

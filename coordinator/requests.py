@@ -43,6 +43,8 @@ class Requests:
         refusal = opening.known(request, known.log_view, known.view)
         refusal = refusal or opening.misfit(request, known.log_view, known.progress)
         refusal = refusal or opening.refusal(request, known.log_view)
+        if refusal is None and (text := phases.unheard(request.world, known.roll.nodes)):
+            refusal = OpenAnswer(code="unavailable", text=text)  # before thousands are asked in vain, again and again
         if refusal is not None:
             return [Answer(request_id=event.request_id, answer=refusal)]
         if self.deciding is None:

@@ -20,8 +20,10 @@ from typing import Literal
 
 import aiohttp
 import aiomqtt
+import msgspec
 from aiohttp import web
 
+from toprope.chaos.live.fleet_node import LAUNCH, Node
 from toprope.coordinator.adapters.http import served
 from toprope.coordinator.settings import Address
 from toprope.coordinator.wire import (
@@ -33,72 +35,18 @@ from toprope.coordinator.wire import (
     OpenAnswer,
     OpenRequest,
     Presence,
-    RankState,
     RankVerdict,
     ReadBack,
     Tier,
     decode,
     encode,
 )
-from toprope.store.checkpoint import manifest
-from toprope.store.checkpoint.manifest import File, Head, Index, Tensor
-from toprope.store.names import index_key, shard_key
 
-KEPT: dict[Tier, int] = {"memory": 3, "peer": 2, "local": 2, "object": 8}
-"""So many steps of a rank a sidecar lists in each tier."""
-SHARD_BYTES = 10 * 10**9
-LAUNCH = "1a" * 16
 NODES_A_RACK = 16
-HASHED_S, PULLED_S, LOCAL_S, STORED_S, READ_BACK_S = 1.5, 2.0, 3.0, 4.0, 2.0
-"""At most so long after the one before it each of these is done, at random."""
+HASHED, PULLED, LOCAL, STORED, READ_BACK = 0.15, 0.2, 0.3, 0.4, 0.2
+"""At most such a part of the time between snapshots after the one before it each of these is done, at random."""
 CHECK_S = 0.5
 CHECK_ROUNDS = 10
-
-
-@dataclass(slots=True, kw_only=True)
-class Node:
-    """One node of the fleet: what it would list."""
-
-    name: str
-    url: str
-    ranks: range
-    domain: dict[str, str]
-    client: int
-    desired: Desired | None = None
-    states: dict[int, RankState] = field(default_factory=dict)
-    copies: dict[tuple[Tier, int, int], Copy] = field(default_factory=dict)
-    read_backs: dict[str, ReadBack] = field(default_factory=dict)
-    version: int = 0
-    queued: bool = False
-    published_s: float = 0.0
-
-    @property
-    def identity(self) -> str:
-        """Return what stands for its boot id and its incarnation."""
-        return manifest.sha256(self.name.encode())[:32]
-
-    def inventory(self, job: str) -> Inventory:
-        """Return what it says now."""
-        return Inventory(
-            job=job,
-            job_uid="" if self.desired is None else self.desired.job_uid,
-            node=self.name,
-            boot_id=self.identity,
-            incarnation=self.identity,
-            version=self.version,
-            url=self.url,
-            domain=self.domain,
-            ranks=tuple(self.states.values()),
-            copies=tuple(self.copies.values()),
-            read_backs=tuple(self.read_backs.values()),
-        )
-
-    def hold(self, copy: Copy) -> None:
-        """List a copy, and no longer what gives way to it."""
-        self.copies[copy.tier, copy.rank, copy.step] = copy
-        of_rank = sorted(at for at in self.copies if at[:2] == (copy.tier, copy.rank))
-        for old in of_rank[: -KEPT[copy.tier]]:
-            del self.copies[old]
 
 
 @dataclass(slots=True)
@@ -113,11 +61,16 @@ class Step:
 class Fleet:
     """``nodes`` nodes of ``ranks_per_node`` ranks each, over ``connections`` connections to the broker."""
 
-    def __init__(self, job: str, *, nodes: int, ranks_per_node: int, store: Path, connections: int, seed: int) -> None:
+    def __init__(  # noqa: PLR0913 - what a load consists of
+        self, job: str, *, nodes: int, ranks_per_node: int, store: Path, connections: int, every_s: float, seed: int
+    ) -> None:
         self.job = job
+        self._every_s = every_s
         self.world = nodes * ranks_per_node
         self.nodes = {
             name: Node(
+                job=job,
+                world=nodes * ranks_per_node,
                 name=name,
                 url="",
                 ranks=range(number * ranks_per_node, (number + 1) * ranks_per_node),
@@ -203,7 +156,7 @@ class Fleet:
                 presence = Presence(node=node.name, boot_id=node.identity, incarnation=node.identity, alive=True)
                 await client.publish(f"{self._topic(node)}/presence", encode(presence), qos=1, retain=True)
             node.queued = False
-            inventory = node.inventory(self.job)
+            inventory = node.inventory()
             body = encode(inventory)
             node.published_s = _now_s()
             self._note_told(inventory)
@@ -240,7 +193,7 @@ class Fleet:
                 self._count("desired by HTTP", len(body))
 
     async def _asked(self, request: web.Request) -> web.Response:
-        body = encode(self.nodes[request.match_info["node"]].inventory(self.job))
+        body = encode(self.nodes[request.match_info["node"]].inventory())
         self._count("inventory asked for", len(body))
         return web.Response(body=body, content_type="application/json")
 
@@ -271,7 +224,7 @@ class Fleet:
         for task in desired.read_backs:
             if task.key not in node.read_backs:
                 done = ReadBack(key=task.key, digest=task.digest, ok=True)
-                self._after(READ_BACK_S, lambda done=done: self._read_back(node, done))  # type: ignore[misc]
+                self._after(READ_BACK, lambda done=done: self._read_back(node, done))  # type: ignore[misc]
         wanted = {task.key for task in desired.read_backs}
         node.read_backs = {key: done for key, done in node.read_backs.items() if key in wanted}
         self._news.set()
@@ -284,24 +237,16 @@ class Fleet:
         phase = reached.get(attempt.phase)
         for rank in node.ranks:
             verdict = None if phase is None else RankVerdict(attempt_uid=attempt.uid, phase=phase, ok=True)
-            node.states[rank] = RankState(
-                rank=rank,
-                world=self.world,
-                launch_id=LAUNCH,
-                attempt_uid=attempt.uid,
-                step=attempt.from_step,
-                lock_held=True,
-                state_bytes=SHARD_BYTES,
-                verdict=verdict or node.states[rank].verdict,
-            )
+            node.stand(rank, attempt.from_step, verdict)
         self._say(node)
 
     def _read_back(self, node: Node, done: ReadBack) -> None:
         node.read_backs[done.key] = done
         self._say(node)
 
-    def _after(self, at_most_s: float, work: Callable[[], None]) -> None:
-        heapq.heappush(self._todo, (_now_s() + self._rng.uniform(0.1, 1.0) * at_most_s, next(self._numbers), work))
+    def _after(self, part: float, work: Callable[[], None]) -> None:
+        delay_s = self._rng.uniform(0.1, 1.0) * part * self._every_s
+        heapq.heappush(self._todo, (_now_s() + delay_s, next(self._numbers), work))
 
     def _say(self, node: Node) -> None:
         """Publish what a node lists, which has changed, as soon as it may."""
@@ -336,7 +281,7 @@ class Fleet:
     # --- what a measurement does -----------------------------------------------------------------------------------
 
     async def arrive(self) -> None:
-        """Let all nodes come and be heard."""
+        """Let all nodes come, and be heard."""
         names = iter(self.nodes.values())
 
         async def some() -> None:
@@ -348,6 +293,13 @@ class Fleet:
         async with asyncio.TaskGroup() as tasks:
             for _ in range(16):
                 tasks.create_task(some())
+        while await self._heard() < len(self.nodes):  # noqa: ASYNC110 - it is asked over the network
+            await asyncio.sleep(0.5)
+
+    async def _heard(self) -> int:
+        """Return how many nodes the coordinator has heard."""
+        async with self._session.get(f"{self._coordinator}/v1/status") as answer:
+            return len(msgspec.json.decode(await answer.read(), type=_Status).nodes)
 
     async def open(self) -> None:
         """Open an attempt of all ranks, and have it applied.
@@ -391,110 +343,32 @@ class Fleet:
             )
         for node in self.nodes.values():
             for rank in node.ranks:
-                self._after(HASHED_S, lambda n=node, r=rank: self._sealed(n, step, r, local=local, store=store))  # type: ignore[misc]
+                self._after(HASHED, lambda n=node, r=rank: self._sealed(n, step, r, local=local, store=store))  # type: ignore[misc]
 
     def _sealed(self, node: Node, step: int, rank: int, *, local: bool, store: bool) -> None:
-        copy = self._copy(node, step, rank, "memory")
-        state = node.states[rank]
-        node.states[rank] = RankState(
-            rank=rank,
-            world=self.world,
-            launch_id=LAUNCH,
-            attempt_uid=state.attempt_uid,
-            step=step,
-            lock_held=True,
-            state_bytes=SHARD_BYTES,
-            verdict=state.verdict,
-        )
-        self._list(node, copy)
+        node.stand(rank, step, None)
+        self._list(node, node.copy(step, rank, "memory"))
         holder = self.nodes[self._holders[node.name]]
-        self._after(PULLED_S, lambda: self._list(holder, self._copy(node, step, rank, "peer")))
+        self._after(PULLED, lambda: self._list(holder, node.copy(step, rank, "peer")))
         if local:
-            self._after(LOCAL_S, lambda: self._list(node, self._copy(node, step, rank, "local")))
+            self._after(LOCAL, lambda: self._list(node, node.copy(step, rank, "local")))
         if store:
-            stored = self._stored(node, step, rank)
-            self._after(STORED_S, lambda: self._list(node, stored))
+            stored = node.stored(step, rank, store=self._store)
+            self._after(STORED, lambda: self._list(node, stored))
 
     def _list(self, node: Node, copy: Copy) -> None:
         node.hold(copy)
         self._say(node)
 
-    def _copy(self, node: Node, step: int, rank: int, tier: Tier) -> Copy:
-        assert node.desired is not None
-        assert node.desired.attempt is not None
-        attempt = node.desired.attempt
-        return Copy(
-            attempt=attempt.number,
-            attempt_uid=attempt.uid,
-            step=step,
-            rank=rank,
-            world=self.world,
-            tier=tier,
-            bytes=SHARD_BYTES,
-            digest=_digest(step, rank),
-            key=f"/var/lib/toprope/{self.job}/local/{attempt.uid}/s{step}/rank-{rank}" if tier == "local" else "",
-        )
 
-    def _stored(self, node: Node, step: int, rank: int) -> Copy:
-        """Write the index of a shard, and return its receipt."""
-        assert node.desired is not None
-        assert node.desired.attempt is not None
-        attempt, digest = node.desired.attempt, _digest(step, rank)
-        key = shard_key(self.job, attempt=attempt.number, step=step, rank=rank, world=self.world, nonce="0a" * 8)
-        tensor = Tensor(
-            name="model.layers.0.weight",
-            dtype="F32",
-            shape=(SHARD_BYTES // 4 - 16,),
-            global_shape=(SHARD_BYTES // 4 - 16,),
-            offsets=(0,),
-            file=0,
-            begin=64,
-            end=SHARD_BYTES,
-            digest=digest,
-        )
-        index = Index(
-            job_uid=node.desired.job_uid,
-            attempt=attempt.number,
-            attempt_uid=attempt.uid,
-            step=step,
-            rank=rank,
-            world=self.world,
-            bytes=SHARD_BYTES,
-            digest=digest,
-            head=Head(file=0, begin=0, end=64, digest=digest),
-            files=(File(key=key, bytes=SHARD_BYTES, digest=digest),),
-            tensors=(tensor,),
-        )
-        body = manifest.encode(index)
-        sha256 = manifest.sha256(body)
-        at = index_key(self.job, attempt=attempt.number, step=step, rank=rank, world=self.world, sha256=sha256)
-        path = self._store / at
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(body)
-        return Copy(
-            attempt=attempt.number,
-            attempt_uid=attempt.uid,
-            step=step,
-            rank=rank,
-            world=self.world,
-            tier="object",
-            bytes=SHARD_BYTES,
-            digest=digest,
-            key=key,
-            nonce="0a" * 8,
-            index_key=at,
-            index_sha256=sha256,
-            stored_bytes=SHARD_BYTES,
-            stored_digest=digest,
-        )
+class _Status(msgspec.Struct):
+    """What is wanted of the coordinator's status."""
+
+    nodes: tuple[msgspec.Raw, ...]
 
 
 def _phase(node: Node) -> str:
     return "" if node.desired is None or node.desired.attempt is None else node.desired.attempt.phase
-
-
-def _digest(step: int, rank: int) -> str:
-    return f"{step:016x}{rank:016x}"
 
 
 def _now_s() -> float:

@@ -56,7 +56,7 @@ def node(name: str, held: list[Copy], skipped: list[Skip], rack: str, *, alive: 
     return Node(inventory=inventory, heard_s=0.0, alive=alive)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     told=st.lists(words, min_size=1, max_size=12),
     wanted=st.integers(0, 2),

@@ -7,8 +7,8 @@ import pytest
 from tests.support.reigns import JOB, LAUNCH, SPEC, FakeNode, Reign, copy_of, training, two_nodes
 
 from toprope.coordinator import spec as specs
-from toprope.coordinator.effects import Append
-from toprope.coordinator.events import OpenFailed
+from toprope.coordinator.effects import Answer, Append
+from toprope.coordinator.events import Asked, OpenFailed
 from toprope.coordinator.wire import Copy, Kept, Member, OpenAnswer, OpenRequest
 from toprope.store.log.records import Job, Taint
 
@@ -603,3 +603,13 @@ def test_a_source_of_which_the_same_launch_heard_nothing_is_begun_from_again() -
     view = opened(reign.ask("a", "b", launch_id=OTHER, round_number=1)).attempt
     assert view is not None
     assert view.from_step == 4
+
+
+def test_a_launch_on_a_node_that_nobody_has_heard_is_answered_before_any_node_is_asked() -> None:
+    reign = two_nodes()
+    world = tuple(Member(rank=rank, node=node, boot_id="00") for rank, node in enumerate(("a", "z")))
+    request = OpenRequest(job=JOB, launch_id=LAUNCH, round=0, world=world, spec=SPEC, versions={})
+    (effect,) = reign.core.handle(Asked(request_id=7, request=request, now_s=1.0))
+    assert isinstance(effect, Answer)
+    assert effect.answer.code == "unavailable"
+    assert effect.answer.text == "node z of rank 1 has not been heard by the coordinator yet"
