@@ -49,6 +49,16 @@ def trained(cluster: Cluster, server: ForkServer, *, steps: int, world: int, del
         ranks.stop()
 
 
+@pytest.fixture
+def job(tmp_path: Path, fork_server: ForkServer, services: ForkedServices) -> Iterator[Job]:
+    """Return four ranks on two nodes, that are not started yet."""
+    with (
+        running_cluster(tmp_path, job=JOB, cadences=EVERY, launch=services) as cluster,
+        trained(cluster, fork_server, steps=80, world=4, delay_s=0.05) as made,
+    ):
+        yield made
+
+
 def alone(server: ForkServer, cluster: Cluster, name: str, *, node: str, **env: str) -> Forked:
     """Start a trainer that is told nothing of its rank but what ``env`` says; it writes beside the others."""
     words = [*arguments(steps=400), "--step-delay", "0.05", "--timeout", "5", "--out", str(cluster.directory / name)]
@@ -85,30 +95,27 @@ def assert_of_one_launch(cluster: Cluster, *, world: int) -> None:
 
 @pytest.mark.fault("B66")
 def test_ranks_that_start_apart_store_under_one_attempt_and_one_of_another_launch_is_kept_out(
-    tmp_path: Path, fork_server: ForkServer, services: ForkedServices, reference: Reference
+    job: Job, tmp_path: Path, fork_server: ForkServer, reference: Reference
 ) -> None:
-    with (
-        running_cluster(tmp_path, job=JOB, cadences=EVERY, launch=services) as cluster,
-        trained(cluster, fork_server, steps=80, world=4, delay_s=0.05) as job,
-    ):
+    cluster = job.cluster
 
-        def later(rank: int) -> dict[str, str]:
-            time.sleep(STAGGER_S * (rank > 0))  # each starts so much after the one before it
-            return {}
+    def later(rank: int) -> dict[str, str]:
+        time.sleep(STAGGER_S * (rank > 0))  # each starts so much after the one before it
+        return {}
 
-        job.ranks.env = later
-        job.ranks.start()
-        job.train_to(8)
-        stranger = alone(fork_server, cluster, "stranger", node="b", RANK="0", WORLD_SIZE="1")
-        wait_until(lambda: says(stranger, "busy: "), what="it is refused", timeout_s=60)
-        assert says(stranger, "rank 0 on node a")
-        finish(job)
-        assert stranger.status() is None, "it goes on asking, and is in no attempt"
-        stranger.kill()
-        wait_until(lambda: ready_step(cluster) == 80, what="the last step is READY", timeout_s=60)
-        assert begun(tmp_path / "stranger") == set()
-        judged(job, reference, world=4)
-        assert_of_one_launch(cluster, world=4)
+    job.ranks.env = later
+    job.ranks.start()
+    job.train_to(8)
+    stranger = alone(fork_server, cluster, "stranger", node="b", RANK="0", WORLD_SIZE="1")
+    wait_until(lambda: says(stranger, "busy: "), what="it is refused", timeout_s=60)
+    assert says(stranger, "rank 0 on node a")
+    finish(job)
+    assert stranger.status() is None, "it goes on asking, and is in no attempt"
+    stranger.kill()
+    wait_until(lambda: ready_step(cluster) == 80, what="the last step is READY", timeout_s=60)
+    assert begun(tmp_path / "stranger") == set()
+    judged(job, reference, world=4)
+    assert_of_one_launch(cluster, world=4)
 
 
 @pytest.mark.fault("B67")
@@ -128,65 +135,57 @@ def test_ranks_that_are_not_told_which_they_are_end_with_the_reason_and_save_not
 
 @pytest.mark.fault("B67")
 def test_ranks_that_take_the_place_of_others_are_kept_out_and_never_save_beside_them(
-    tmp_path: Path, fork_server: ForkServer, services: ForkedServices, reference: Reference
+    job: Job, tmp_path: Path, fork_server: ForkServer, reference: Reference
 ) -> None:
-    with (
-        running_cluster(tmp_path, job=JOB, cadences=EVERY, launch=services) as cluster,
-        trained(cluster, fork_server, steps=80, world=4, delay_s=0.05) as job,
-    ):
-        for ranks in ([0, 1, 1, 2], [0, 1, 2, 3, 3], [0, 2, 3]):
-            answer = asked_for(cluster, ranks)
-            assert (answer.attempt, answer.code) == (None, "refused")
-            assert f"the world has ranks {ranks}; expected each of 0, 1, 2 and so on once" in answer.text
-        port = str(free_port())
-        job.ranks.env = lambda _: {"MASTER_PORT": port}
-        job.ranks.start()
-        job.train_to(8)
-        lone = [alone(fork_server, cluster, f"lone-{node}", node=node) for node in "ab"]  # each takes itself for rank 0
-        fifth = {"RANK": "4", "WORLD_SIZE": "4", "MASTER_PORT": port}
-        assert status_of(alone(fork_server, cluster, "fifth", node="a", **fifth)) != 0
-        for process in lone:
-            wait_until(partial(says, process, "busy: "), what="it is refused", timeout_s=60)
-        finish(job)
-        for process in lone:
-            assert process.status() is None, "it goes on asking"
-            process.kill()
-        assert job.restored() == set()
-        judged(job, reference, world=4)
-        assert_each_step_once(cluster, steps=80)
-        assert all(begun(tmp_path / name) == set() for name in ("lone-a", "lone-b", "fifth"))
+    cluster = job.cluster
+    for ranks in ([0, 1, 1, 2], [0, 1, 2, 3, 3], [0, 2, 3]):
+        answer = asked_for(cluster, ranks)
+        assert (answer.attempt, answer.code) == (None, "refused")
+        assert f"the world has ranks {ranks}; expected each of 0, 1, 2 and so on once" in answer.text
+    port = str(free_port())
+    job.ranks.env = lambda _: {"MASTER_PORT": port}
+    job.ranks.start()
+    job.train_to(8)
+    lone = [alone(fork_server, cluster, f"lone-{node}", node=node) for node in "ab"]  # each takes itself for rank 0
+    fifth = {"RANK": "4", "WORLD_SIZE": "4", "MASTER_PORT": port}
+    assert status_of(alone(fork_server, cluster, "fifth", node="a", **fifth)) != 0
+    for process in lone:
+        wait_until(partial(says, process, "busy: "), what="it is refused", timeout_s=60)
+    finish(job)
+    for process in lone:
+        assert process.status() is None, "it goes on asking"
+        process.kill()
+    assert job.restored() == set()
+    judged(job, reference, world=4)
+    assert_each_step_once(cluster, steps=80)
+    assert all(begun(tmp_path / name) == set() for name in ("lone-a", "lone-b", "fifth"))
 
 
 @pytest.mark.fault("B67")
-def test_after_a_restart_all_ranks_restore_or_none_does(
-    tmp_path: Path, fork_server: ForkServer, services: ForkedServices, reference: Reference
-) -> None:
-    with (
-        running_cluster(tmp_path, job=JOB, cadences=EVERY, launch=services) as cluster,
-        trained(cluster, fork_server, steps=80, world=4, delay_s=0.05) as job,
-    ):
-        job.ranks.start()
-        job.train_to(12)
-        job.ranks.stop()
-        newest, begins = job.newest_step(), count_of_begins(job)
+def test_after_a_restart_all_ranks_restore_or_none_does(job: Job, reference: Reference) -> None:
+    cluster = job.cluster
+    job.ranks.start()
+    job.train_to(12)
+    job.ranks.stop()
+    newest, begins = job.newest_step(), count_of_begins(job)
 
-        usual = job.ranks.arguments
-        job.ranks.world, job.ranks.env = 3, lambda _: {"WORLD_SIZE": "4"}  # the fourth does not come
-        job.ranks.arguments = (*usual, "--timeout", "5")
-        job.ranks.pids.clear()
-        job.ranks.start()
-        wait_until(lambda: len(job.ranks.statuses()) == 3, what="the others give up", timeout_s=60)
-        assert 0 not in job.ranks.statuses().values()
-        assert count_of_begins(job) == begins, "none restored"
+    usual = job.ranks.arguments
+    job.ranks.world, job.ranks.env = 3, lambda _: {"WORLD_SIZE": "4"}  # the fourth does not come
+    job.ranks.arguments = (*usual, "--timeout", "5")
+    job.ranks.pids.clear()
+    job.ranks.start()
+    wait_until(lambda: len(job.ranks.statuses()) == 3, what="the others give up", timeout_s=60)
+    assert 0 not in job.ranks.statuses().values()
+    assert count_of_begins(job) == begins, "none restored"
 
-        job.ranks.world, job.ranks.env, job.ranks.arguments = 4, lambda _: {}, usual
-        job.ranks.start()
-        finish(job)
-        (restored,) = job.restored()
-        assert 0 < restored <= newest
-        assert count_of_begins(job) == begins + 4
-        judged(job, reference, world=4)
-        assert_each_step_once(cluster, steps=80)
+    job.ranks.world, job.ranks.env, job.ranks.arguments = 4, lambda _: {}, usual
+    job.ranks.start()
+    finish(job)
+    (restored,) = job.restored()
+    assert 0 < restored <= newest
+    assert count_of_begins(job) == begins + 4
+    judged(job, reference, world=4)
+    assert_each_step_once(cluster, steps=80)
 
 
 def finish(job: Job) -> None:
