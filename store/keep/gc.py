@@ -217,10 +217,9 @@ def _of_source(store: ObjectStore, state: JobState) -> Iterator[Key]:
 
 def _of_steps_before(state: JobState, listing: Listing) -> Iterator[Key]:
     """Yield the objects of earlier attempts that the next one may begin with, when this one's source is struck off."""
-    for key in listing.objects:
-        at = written_at(state.job, key)
-        if at is not None and at[0] < state.attempt_number and not is_dead(state, attempt=at[0], step=at[1]):
-            yield key
+    steps = _steps_of(state.job, listing.objects)
+    before = {at for at in steps if at[0] < state.attempt_number and not is_dead(state, attempt=at[0], step=at[1])}
+    yield from (key for key in listing.objects if written_at(state.job, key) in before)
 
 
 def _weighed(store: ObjectStore, plan: GcPlan) -> GcPlan:
