@@ -48,12 +48,13 @@ CALLS: dict[Phase, tuple[str, str]] = {
 }
 """The phases that are one call of a port, which is made to wait, or to fail, in the phase itself."""
 OF_THE_STORE: frozenset[Phase] = frozenset({"object upload", "manifest commit", "restore", "garbage collection"})
-STEP = 16
+STEP, EVERY = 16, 8
+"""Each snapshot goes to all tiers, so that whoever is held late is held in one that does."""
 
 
 def blow_of(row: Row, phase: Phase) -> Fault:
     """The fault of a cell, which comes while the holder is in the phase, or is what the phase's own call meets with."""
-    at_step = STEP if phase in NAMES_STEP else STEP + Topology().every - 1  # it is held from an interval before that on
+    at_step = STEP if phase in NAMES_STEP else STEP + EVERY - 1  # it is held from an interval before that on
     held = Fault(do="kill", during=phase, of=HOLDER[phase], at_step=at_step, for_s=2.0)
     match row:
         case "two coordinators":
@@ -86,7 +87,7 @@ def scenario_of(row: Row, phase: Phase) -> Scenario:
         attacks=("no torn step" if hits else "training goes on", "verified", "READY once"),
         label="chaos",
         fault=(*first, blow_of(row, phase)),
-        topology=Topology(coordinator=retained),
+        topology=Topology(coordinator=retained, every=EVERY, local_every=EVERY, object_every=EVERY),
         workload=Workload(steps=88 if row == "two coordinators" else 56, step_s=0.2),
         bounds=Bounds(stall_s=HELD_S_MAX + 1.0) if HOLDER[phase].startswith("rank") else Bounds(),
     )
