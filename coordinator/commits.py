@@ -152,6 +152,7 @@ class Commits:
             step=step,
             receipts=receipts,
             others=others,
+            rested_on=frozenset(key for one in (*receipts, *others) for key in one.copy.rests_on),
         )
 
     def tasks(self, *, readers: Sequence[str], now_s: float) -> tuple[ReadBackTask, ...]:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from toprope.coordinator.intents import CommitStep, index_keys, make_manifest, make_ready
+from toprope.coordinator.intents import CommitStep, fault_of, index_keys, make_manifest, make_ready, stands_alone
 from toprope.coordinator.log import Log
 from toprope.coordinator.ports import StorePort
 from toprope.store.checkpoint import manifest
@@ -36,8 +36,10 @@ class Committer:
             FencedError: another coordinator has been elected.
         """
         indexes = await self._indexes(intent)
+        if isinstance(indexes, str):
+            return indexes
         state = self._log.state
-        seqs = sorted({index.base for index in indexes if index.base is not None})
+        seqs = sorted({index.base for index in indexes if index is not None and index.base is not None})
         if gone := sorted(set(seqs) - set(state.live)):
             return f"it points into files of READY {gone[0]}, which is not live"
         bases = {seq: await self._store.indexes(state, seq) for seq in seqs}
@@ -55,16 +57,24 @@ class Committer:
         )
         return "the log has moved on" if done.seq is None else ""
 
-    async def _indexes(self, intent: CommitStep) -> list[Index]:
-        """Return the indexes of a step, of its receipts and then of the others; several are read at a time."""
-        receipts = (*intent.receipts, *intent.others)
-        waiting = iter(enumerate(zip(receipts, index_keys(self._log.state, intent), strict=True)))
-        found: dict[int, Index] = {}
+    async def _indexes(self, intent: CommitStep) -> list[Index | None] | str:
+        """Return the indexes of a step, of its receipts and then of the others, or what is wrong with one.
+
+        Several are read at a time. Of those that stand alone nothing is kept once they are found to be right: those of
+        thousands of ranks together would not fit into memory.
+        """
+        receipts, state = (*intent.receipts, *intent.others), self._log.state
+        waiting = iter(enumerate(zip(receipts, index_keys(state, intent), strict=True)))
+        found: dict[int, Index | None] = {}
+        wrong: dict[int, str] = {}
 
         async def read_on() -> None:
             for number, (receipt, key) in waiting:
                 body = await self._store.read_index(key)
-                found[number] = manifest.decode(body, Index, key=key, expected_sha256=receipt.copy.index_sha256)
+                index = manifest.decode(body, Index, key=key, expected_sha256=receipt.copy.index_sha256)
+                found[number] = None if stands_alone(intent, index) else index
+                if found[number] is None and (why := fault_of(state, intent, receipt, index)):
+                    wrong[number] = why
 
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -72,7 +82,7 @@ class Committer:
                     tasks.create_task(read_on())
         except ExceptionGroup as group:
             raise group.exceptions[0] from group
-        return [found[number] for number in range(len(receipts))]
+        return wrong[min(wrong)] if wrong else [found[number] for number in range(len(receipts))]
 
     def _timed(self, ready: Ready | None) -> Ready | None:
         return None if ready is None else msgspec.structs.replace(ready, at_s=self._wall_s())

@@ -63,6 +63,8 @@ class CommitStep:
     step: int
     receipts: tuple[Receipt, ...]
     others: tuple[Receipt, ...] = ()
+    rested_on: frozenset[str] = frozenset()
+    """The keys of the files that hold tensors of other shards of the step."""
 
 
 def make_spec(state: JobState, *, spec_sha256: str) -> Job | None:
@@ -122,25 +124,41 @@ def _index_key(state: JobState, intent: CommitStep, receipt: Receipt) -> Key:
     return key
 
 
+def fault_of(state: JobState, intent: CommitStep, receipt: Receipt, index: Index) -> str | None:
+    """Return what is wrong with an index by itself, None if nothing is: it must say what its receipt says.
+
+    Raises:
+        CorruptObjectError: it does not name files in which what it names can lie.
+    """
+    if why := _disagreement(state, intent, receipt, index):
+        return why
+    check_places(index, job=state.job, key=Key(receipt.copy.index_key))
+    return None
+
+
+def stands_alone(intent: CommitStep, index: Index) -> bool:
+    """Return whether an index points into no file but its own, and no other of its step into that."""
+    return index.base is None and len(index.files) == 1 and index.files[0].key not in intent.rested_on
+
+
 def make_manifest(
-    state: JobState, intent: CommitStep, indexes: Sequence[Index], bases: Mapping[int, Sequence[Index]]
+    state: JobState, intent: CommitStep, indexes: Sequence[Index | None], bases: Mapping[int, Sequence[Index]]
 ) -> Manifest | str:
-    """Return the manifest of a step, or what is wrong with an index: it must say what its receipt says.
+    """Return the manifest of a step, or what is wrong with an index.
 
     What it names of other files must be what their indexes name: ``indexes`` are those of the step, the others last,
-    and ``bases`` those of the READYs that it rests on, by seq.
+    and ``bases`` those of the READYs that it rests on, by seq. None: one that stands alone and was found to be right.
 
     Raises:
         CorruptObjectError: an index does not name files in which what it names can lie.
     """
     receipts = (*intent.receipts, *intent.others)
     for receipt, index in zip(receipts, indexes, strict=True):
-        if why := _disagreement(state, intent, receipt, index):
+        if index is not None and (why := fault_of(state, intent, receipt, index)):
             return why
-        check_places(index, job=state.job, key=Key(receipt.copy.index_key))
-    grounds = Grounds(indexes, bases)
+    grounds = Grounds([index for index in indexes if index is not None], bases)
     for receipt, index in zip(intent.receipts, indexes, strict=False):
-        if why := grounds.unfounded(index):
+        if index is not None and (why := grounds.unfounded(index)):
             return f"index {receipt.copy.index_key}: {why}"
     return Manifest(
         job=state.job,
