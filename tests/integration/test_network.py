@@ -23,8 +23,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(120), pytest.mark.skipif(boo
 def test_a_lossy_link_costs_time_and_nothing_else(
     tmp_path: Path, fork_server: ForkServer, reference: Reference
 ) -> None:
-    with net_job(tmp_path, fork_server, steps=30) as job:
-        begin(job, to=8)
+    with net_job(tmp_path, fork_server, steps=20) as job:
+        begin(job, to=6)
         node = job.network.nodes["b"]
         node.lose(10)
         finish(job)
