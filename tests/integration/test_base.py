@@ -63,21 +63,27 @@ def train(job: str, cluster: Cluster, directory: Path, server: ForkServer) -> tu
 
 @pytest.mark.long
 @pytest.mark.slow
+@pytest.mark.parametrize("elsewhere", [False, True], ids=["in the same store", "in another store"])
 def test_a_job_goes_on_bit_for_bit_where_another_one_was(
-    tmp_path: Path, fork_server: ForkServer, services: ForkedServices
+    tmp_path: Path, fork_server: ForkServer, services: ForkedServices, *, elsewhere: bool
 ) -> None:
     root = tmp_path / "root"
     root.mkdir()
+    ours = tmp_path / "ours" if elsewhere else root
+    base = f"{root}/old@{EVERY}" if elsewhere else f"old@{EVERY}"
     with cluster_of("old", tmp_path / "old", root, services) as cluster:
         expected, begun = train("old", cluster, tmp_path / "old-ranks", fork_server)
         assert begun == {0}
-    with cluster_of("new", tmp_path / "new", root, services, "--base", f"old@{EVERY}") as cluster:
+    theirs = read_log(DirectoryStore(root), "old")
+    with cluster_of("new", tmp_path / "new", ours, services, "--base", base) as cluster:
         found, begun = train("new", cluster, tmp_path / "new-ranks", fork_server)
     assert begun == {EVERY}
     assert [final.digests for final in found] == [final.digests for final in expected]
-    store = DirectoryStore(root)
+    store = DirectoryStore(ours)
     old, new = read_log(store, "old"), read_log(store, "new")
     assert new.base is not None
     assert (new.base.job, new.base.step) == ("old", EVERY)
     assert old.pins == {new.base.seq}
-    assert main(["verify", f"{root}/new@{STEPS}"]) == 0
+    assert new.base.manifest_sha256 in {ready.manifest_sha256 for ready in theirs.readies.values()}
+    assert not elsewhere or read_log(DirectoryStore(root), "old") == theirs, "nothing is written there"
+    assert main(["verify", f"{ours}/new@{STEPS}"]) == 0
