@@ -17,7 +17,7 @@ from typing import Any
 
 from toprope.chaos.patching import Patches, replace
 from toprope.chaos.sim import stand_ins as s
-from toprope.chaos.sim.options import DAMAGE, PAIR, PEOPLE, READERS, SMALL, Options, draw
+from toprope.chaos.sim.options import DAMAGE, OUTAGE, PAIR, PEOPLE, READERS, SMALL, Options, draw
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -284,6 +284,22 @@ MUTANTS: tuple[Mutant, ...] = (
         seed=5,
         patches={("toprope.sidecar.restore_book", "RestoreBook.complete"): s.any_staged},
         narrow={**PAIR, "faults": ("kill rank", "kill sidecar")},
+    ),
+    Mutant(
+        name="all-adopt",
+        safeguard="an attempt is given out without the log only when all nodes have adopted it",
+        invariant="I18",
+        seed=0,
+        patches={("toprope.coordinator.outage", "Outage.missing"): s.always(())},
+        narrow={**OUTAGE, "faults": ("store outage", "kill rank"), "chaos_s": 20.0, "between_s": 1.5},
+    ),
+    Mutant(
+        name="taken-back",
+        safeguard="no document of one that does not know it takes an attempt back that nodes have adopted",
+        invariant="I9",
+        seed=0,
+        patches={("toprope.sidecar.adoption_book", "AdoptionBook.held_to"): s.as_it_came},
+        narrow={**OUTAGE, "faults": ("store outage", "kill rank", "kill coordinator"), "chaos_s": 30.0},
     ),
     Mutant(
         name="pull-or-stage",

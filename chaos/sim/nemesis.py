@@ -94,8 +94,9 @@ def _strike_machines(world: World, what: str, rng: random.Random) -> None:  # no
             world.broker.restart()
         case "store brownout":
             world.store.fault = rng.choice((0.0, 0.1, 0.5, 1.0))
-        case "store outage":
-            _take_store_away(world, rng)
+        case "store outage" | "lone outage":
+            alone = what == "lone outage" and world.hosts
+            _take_store_away(world, rng, from_whom=rng.choice(world.hosts).name if alone else EVERYBODY)
         case "disk trouble":
             node.disk.trouble = rng.choice(("", "full", "sync"))
             node.no_room = rng.random() < 0.3  # noqa: PLR2004 - now and then
@@ -106,12 +107,11 @@ def _strike_machines(world: World, what: str, rng: random.Random) -> None:  # no
             raise AssertionError(what)
 
 
-def _take_store_away(world: World, rng: random.Random) -> None:
-    """Let the store answer nobody for a while, or not one coordinator alone; ranks are killed meanwhile."""
-    who = rng.choice(world.hosts).name if world.hosts and rng.random() < 0.3 else EVERYBODY  # noqa: PLR2004 - now and then
+def _take_store_away(world: World, rng: random.Random, *, from_whom: str) -> None:
+    """Let the store answer nobody for a while, or not one coordinator; ranks are killed meanwhile."""
     for_s = rng.uniform(4.0, 20.0)
-    world.store.away.add(who)
-    world.loop.outside(for_s, world.store.away.discard, who)
+    world.store.away.add(from_whom)
+    world.loop.outside(for_s, world.store.away.discard, from_whom)
     for _ in range(rng.randint(0, 2)):
         if world.launch is not None:
             world.loop.outside(rng.uniform(0.0, for_s), rng.choice(world.launch.ranks).process.kill)

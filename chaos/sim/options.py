@@ -67,9 +67,17 @@ OUTAGE: dict[str, Any] = {
     "copies": 1,
     "coordinators": 2,
     "on_log_outage": "proceed",
-    "faults": ("store outage", "store outage", "kill rank", "kill rank", "kill coordinator", "kill sidecar", "change"),
+    "faults": (
+        "store outage",
+        "store outage",
+        "lone outage",
+        "kill rank",
+        "kill coordinator",
+        "kill sidecar",
+        "change",
+    ),
     "store_fault": 0.0,
-    "chaos_s": 40.0,
+    "chaos_s": 30.0,
     "between_s": 2.0,
 }
 WORLDS: tuple[dict[str, Any], ...] = ({}, {}, {}, {}, {}, READERS, PEOPLE, AMBUSH, AMBUSH, DAMAGE, DAMAGE)

@@ -90,6 +90,15 @@ def any_document(_before: Any) -> Any:  # noqa: ANN401 - stands in for any funct
     return on_desired
 
 
+def as_it_came(_before: Any) -> Any:  # noqa: ANN401 - stands in for any function
+    """Take a document as it is."""
+
+    def held_to(_self: Any, new: Any, _old: Any) -> Any:  # noqa: ANN401 - as AdoptionBook.held_to
+        return new
+
+    return held_to
+
+
 def with_pulling(_before: Any) -> Any:  # noqa: ANN401 - stands in for any function
     """List peer copies that are on their way."""
 

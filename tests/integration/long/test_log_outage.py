@@ -25,7 +25,7 @@ from toprope.chaos.live.s3_server import running_s3
 from toprope.store.log.chain import read_log
 from toprope.store.objects.opening import open_store
 
-STEPS, STEP_S = 60, 0.1
+STEPS, STEP_S = 48, 0.1
 pytestmark = [pytest.mark.long, pytest.mark.slow]
 
 

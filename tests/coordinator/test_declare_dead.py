@@ -1,0 +1,84 @@
+"""``ckpt declare-dead``, and what a coordinator asks of nodes about attempts that were opened without the log."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+from tests.sidecar.test_adoptions import proposal
+
+from toprope.__main__ import main
+from toprope.coordinator.adapters.nodes import HttpNodes, session
+from toprope.coordinator.cli_declare import declare
+from toprope.coordinator.wire import LEADER_HEADER, Adoptions, encode
+from toprope.store.errors import UnavailableError, UsageError
+
+
+@asynccontextmanager
+async def coordinator(*, status: int, leader: str = "") -> AsyncIterator[tuple[str, list[str]]]:
+    """Yield the url of what answers like a coordinator, and what it is asked."""
+    asked: list[str] = []
+
+    async def answer(request: web.Request) -> web.Response:
+        asked.append(f"{request.method} {request.path}")
+        return web.Response(status=status, headers={LEADER_HEADER: leader} if leader else {})
+
+    app = web.Application()
+    app.add_routes([web.put("/v1/nodes/{node}/dead", answer)])
+    async with TestServer(app) as server:
+        yield str(server.make_url("")).rstrip("/"), asked
+
+
+async def told(*urls: str) -> None:
+    await asyncio.to_thread(declare, urls, "n1", token="")
+
+
+async def test_the_leader_is_told_whichever_coordinator_is_asked() -> None:
+    async with coordinator(status=204) as (leads, heard), coordinator(status=409, leader=leads) as (stands_by, _):
+        await told(stands_by)
+        assert heard == ["PUT /v1/nodes/n1/dead"]
+
+
+async def test_one_that_is_away_is_passed_over() -> None:
+    async with coordinator(status=204) as (leads, heard):
+        await told("http://127.0.0.1:1", leads)
+        assert len(heard) == 1
+
+
+async def test_when_none_that_leads_answers_each_says_why() -> None:
+    async with coordinator(status=409) as (stands_by, _):
+        with pytest.raises(UnavailableError, match=r"127.0.0.1:1.*answered 409"):
+            await told("http://127.0.0.1:1", stands_by)
+
+
+async def test_without_the_token_it_is_wrong_use() -> None:
+    async with coordinator(status=401) as (url, _):
+        with pytest.raises(UsageError, match="--token-file"):
+            await told(url)
+
+
+def test_a_name_that_is_none_and_no_coordinator_are_wrong_use(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["declare-dead", "../x", "--coordinator", "http://127.0.0.1:1"]) == 64
+    assert main(["declare-dead", "n1", "--coordinator", " "]) == 64
+    assert main(["declare-dead", "n1", "--coordinator", "http://127.0.0.1:1"]) == 4
+    assert "does not answer" in capsys.readouterr().err
+
+
+async def test_a_node_is_asked_what_it_adopted_and_none_is_believed_that_says_no_such_thing() -> None:
+    body = encode(Adoptions(attempts=(proposal(),)))
+
+    async def answer(_request: web.Request) -> web.Response:
+        return web.Response(body=body)
+
+    app = web.Application()
+    app.add_routes([web.get("/v1/adopted", answer)])
+    async with TestServer(app) as server, session(token="", timeout_s=2.0) as client:
+        url = str(server.make_url("")).rstrip("/")
+        assert await HttpNodes(client).adopted(url) == (proposal(),)
+        body = b'{"attempts": 3}'
+        assert await HttpNodes(client).adopted(url) is None
+        assert await HttpNodes(client).adopted("http://127.0.0.1:1") is None
