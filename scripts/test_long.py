@@ -110,7 +110,7 @@ def run(check: Check, *, source: str) -> Result:
     seconds = round(time.monotonic() - begin, 1)
     cases, facts = told_by(report)
     result = Result(
-        name=check.name, source=source, commit=_commit(), status=status, seconds=seconds, cases=cases, facts=facts
+        name=check.name, source=source, commit=source_commit(), status=status, seconds=seconds, cases=cases, facts=facts
     )
     with (STATE / "results.jsonl").open("a") as journal:
         journal.write(json.dumps(asdict(result)) + "\n")
@@ -190,8 +190,10 @@ def _cases(result: Result) -> str:
     return f"{result.cases[0]} of {result.cases[1]}" if result.cases[1] else ""
 
 
-def _commit() -> str:
-    return _run(("git", "describe", "--always", "--dirty")).stdout.strip()
+def source_commit() -> str:
+    """Return the commit, and whether anything was changed since but the page that this program writes."""
+    changed = _run(("git", "status", "--porcelain", "-uno", "--", ".", f":!{PAGE.relative_to(ROOT)}")).stdout
+    return _run(("git", "describe", "--always")).stdout.strip() + ("-dirty" if changed.strip() else "")
 
 
 def _run(command: tuple[str, ...]) -> subprocess.CompletedProcess[str]:

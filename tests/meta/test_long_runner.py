@@ -78,6 +78,25 @@ def test_a_check_is_run_again_when_the_product_changes_and_not_when_another_test
     assert [changes_it(name) for name in ("tests/test_b.py", "docs/page.md")] == [False] * 2
 
 
+def test_a_commit_is_dirty_for_what_was_changed_and_not_for_the_page_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner, "ROOT", tmp_path)
+    monkeypatch.setattr(runner, "PAGE", tmp_path / "docs" / "long.md")
+    (tmp_path / "docs").mkdir()
+    for name in ("docs/long.md", "code.py"):
+        (tmp_path / name).write_text("1")
+    who = ("-c", "user.name=n", "-c", "user.email=e@example.org")
+    for words in (("init", "-q"), ("add", "."), (*who, "commit", "-qm", "x")):
+        subprocess.run(["git", *words], cwd=tmp_path, check=True)
+
+    def found_after(name: str) -> bool:
+        (tmp_path / name).write_text("2")
+        return bool(runner.source_commit().endswith("-dirty"))
+
+    assert [found_after(name) for name in ("docs/long.md", "code.py")] == [False, True]
+
+
 def test_checks_are_asked_for_by_words_of_their_names() -> None:
     names = ("demo", "t.py::test_x", "t.py::test_y")
     asked = [n for n in names if runner.is_asked(runner.Check(name=n, command=()), ["test_y", "demo"])]
