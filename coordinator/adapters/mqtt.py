@@ -82,11 +82,11 @@ class Mqtt:
                 _LOG.warning(
                     "desired version %d was not published: %s", desired.version, str(error) or "no answer in time"
                 )
-                await asyncio.sleep(_AGAIN_S)
             else:
                 return
             finally:
-                self._publishing = None
+                self._publishing = None  # before any pause: a time limit that is over can't be moved
+            await asyncio.sleep(_AGAIN_S)
 
     async def _tell(self, client: aiomqtt.Client, node: str) -> None:
         """Publish what a node needs. Nothing is waited for: the whole comes after it, and that is acknowledged."""
@@ -120,7 +120,7 @@ class Mqtt:
                 failures = 0 if self.is_connected else failures + 1
             finally:
                 self._client, self.is_connected = None, False
-                if self._publishing is not None:  # no answer will come over a connection that is gone
+                if self._publishing is not None and not self._publishing.expired():  # no answer will come any more
                     self._publishing.reschedule(asyncio.get_running_loop().time())
             delay_s = _BACK_OFF_S[min(failures, len(_BACK_OFF_S) - 1)]
             await asyncio.sleep(delay_s * random.uniform(0.5, 1.0))  # noqa: S311 - jitter, no secret

@@ -75,7 +75,7 @@ class MqttBroker:
                 log.warning("broker %s:%d: %s", self._address.host, self._address.port, error)
             finally:
                 self._client = None
-                if self._publishing is not None:  # no answer will come over a connection that is gone
+                if self._publishing is not None and not self._publishing.expired():  # no answer will come any more
                     self._publishing.reschedule(asyncio.get_running_loop().time())
                 metrics.BROKER_UP.set(0)
             delay = BACK_OFF_S[min(failures, len(BACK_OFF_S) - 1)]

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import aiomqtt
 import pytest
+from tests.coordinator.test_extracts import WHOLE
 
 from toprope.coordinator.adapters import mqtt
 from toprope.coordinator.performer import ended
@@ -55,6 +56,52 @@ def test_a_broker_that_dies_with_the_coordinator_does_not_keep_it_from_ending(mo
             assert running.cancelled()
 
     asyncio.run(told_once())
+
+
+class Refusing(DeadBroker):
+    """A client that can't publish, and whose connection breaks soon after that."""
+
+    breaks: ClassVar[asyncio.Event]
+
+    async def __aexit__(self, *_: object) -> None:
+        """Leave."""
+
+    async def publish(self, *_: object, **__: object) -> None:
+        asyncio.get_running_loop().call_soon(self.breaks.set)
+        raise aiomqtt.MqttError("no")
+
+    async def _silence(self) -> AsyncIterator[aiomqtt.Message]:
+        await self.breaks.wait()
+        self.breaks.clear()
+        raise aiomqtt.MqttError("Disconnected during message iteration")
+        yield
+
+
+def test_a_connection_that_breaks_in_the_pause_after_a_failed_publication_ends_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(aiomqtt, "Client", Refusing)
+    monkeypatch.setattr(mqtt, "_BACK_OFF_S", (0.0,))
+    monkeypatch.setattr(mqtt, "_AGAIN_S", 0.05)
+
+    async def published() -> None:
+        Refusing.breaks, first, again = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+        def connected() -> None:
+            (again if first.is_set() else first).set()
+
+        address = Address(host="broker", port=1)
+        client = mqtt.Mqtt(address, job="job", topics=(), deliver=lambda _: None, connected=connected)
+        async with asyncio.timeout(5.0), asyncio.TaskGroup() as tasks:
+            running = tasks.create_task(client.run())
+            await first.wait()
+            publishing = tasks.create_task(client.publish(WHOLE))
+            await again.wait()
+            assert not running.done()
+            running.cancel()
+            await publishing
+
+    asyncio.run(published())
 
 
 def test_a_loop_that_loses_its_cancellation_is_told_again() -> None:
