@@ -8,7 +8,8 @@ from typing import Any, NoReturn
 import pytest
 from tests.support.reigns import FakeNode
 
-from toprope.coordinator.events import Ticked
+from toprope.coordinator.effects import Effect
+from toprope.coordinator.events import Connected, Event, Heard, Ticked
 from toprope.coordinator.metrics import Metrics
 from toprope.coordinator.performer import Coordinator
 
@@ -43,3 +44,46 @@ def test_a_reign_that_is_over_takes_in_nothing() -> None:
     coordinator = Coordinator(config, metrics=Metrics())
     coordinator.core, coordinator._over = core, True
     coordinator._post(Ticked(now_s=0.0))
+
+
+class NotedCore:
+    """A core that notes how it is told of what, and decides nothing."""
+
+    def __init__(self) -> None:
+        self.taken: list[Event] = []
+        self.handled: list[Event] = []
+        self.decided = asyncio.Event()
+
+    def take(self, event: Event) -> list[Effect]:
+        self.taken.append(event)
+        return []
+
+    def handle(self, event: Event) -> tuple[Effect, ...]:
+        self.handled.append(event)
+        self.decided.set()
+        return ()
+
+
+def test_while_decisions_take_long_what_nodes_say_is_decided_on_together_and_all_else_at_once() -> None:
+    async def serve() -> None:
+        async with asyncio.timeout(5.0), asyncio.TaskGroup() as tasks:
+            noted = NotedCore()
+            config: Any = None
+            core: Any = noted
+            coordinator = Coordinator(config, metrics=Metrics())
+            coordinator.core, coordinator._tasks = core, tasks
+            coordinator.heard(FakeNode(name="a", job_uid="0b" * 16).say())
+            assert [type(event) for event in noted.handled] == [Heard]
+            now_s = asyncio.get_running_loop().time()
+            coordinator._pacing.took(now_s, now_s + 0.01)
+            for name in "bcd":
+                coordinator.heard(FakeNode(name=name, job_uid="0b" * 16).say())
+            assert len(noted.handled) == 1
+            assert [type(event) for event in noted.taken] == [Heard] * 3
+            coordinator.connected()
+            assert [type(event) for event in noted.handled] == [Heard, Connected]
+            noted.decided.clear()
+            await noted.decided.wait()
+            assert [type(event) for event in noted.handled] == [Heard, Connected, Ticked]
+
+    asyncio.run(serve())
