@@ -26,7 +26,7 @@ from toprope.store.log.chain import read_log
 from toprope.store.objects.opening import open_store
 
 STEPS, STEP_S = 48, 0.1
-pytestmark = [pytest.mark.long, pytest.mark.slow]
+pytestmark = [pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(400)]
 
 
 def status(job: Job) -> dict[str, object]:
@@ -48,7 +48,7 @@ def kill_and_start_again(job: Job) -> int:
     assert job.ranks.kill(0) != 0
     job.ranks.stop()
     job.ranks.start()
-    job.ranks.until(lambda: begun(job) >= 0, what="they begin again")
+    job.ranks.until(lambda: begun(job) >= 0, what="they begin again", timeout_s=120)
     return begun(job)
 
 
