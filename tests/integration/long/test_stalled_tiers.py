@@ -18,7 +18,6 @@ STEPS, STEP_S, STALL_S, NAP_S = 2600, 0.05, 120.0, 30.0
 pytestmark = [pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(600)]
 
 
-@pytest.mark.fault("B100")
 def test_a_store_that_hangs_and_a_disk_that_sleeps_cost_training_nothing_and_memory_nothing(
     tmp_path: Path, fork_server: ForkServer, services: ForkedServices, reference: Reference
 ) -> None:
