@@ -9,8 +9,9 @@ from pathlib import Path
 
 from toprope.chaos.evidence import Use
 
-WARM_AFTER_S = 60.0
-"""A service is warm after so long; in a shorter run one that was there at the first READY is warm then."""
+WARM_AFTER_S = 300.0
+"""A service is warm after so long, once it has done all that it does for the first time: sidecars grow by a MiB in
+their fifth minute, once. In a shorter run one that was there at the first READY is warm then."""
 
 
 @dataclass(frozen=True, slots=True)
