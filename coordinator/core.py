@@ -223,13 +223,14 @@ class Core:
 
     def _look_ahead(self, now_s: float) -> list[Effect]:
         """Take in what the log comes to, with what was opened without it."""
-        before, fenced = self.log_view.state, set(self.outage.fenced)
+        before, fenced, pending = self.log_view.state, set(self.outage.fenced), self.outage.pending
         self.log_view = self.outage.look_ahead(self.logged)
         after = self.log_view.state
         effects: list[Effect] = []
         for uid in sorted(set(self.outage.fenced) - fenced):
             text = f"attempt uid {uid[:8]}, opened without the log, is over, and what it saved is lost"
             effects += self._say("error", f"fenced {uid}", f"{text}: {self.outage.fenced[uid]}")
+            effects += self.requests.fenced(pending[uid].record) if uid in pending else []
         if after.writer_id == self._writer_id:
             self.term = after.term  # a new one, if a command was elected in between
         attempt, uid_before = after.attempt, before.attempt.uid if before.attempt is not None else ""
@@ -248,6 +249,11 @@ class Core:
     def provisional(self) -> bool:
         """Say whether the current attempt is not in the log yet."""
         return self.log_view is not self.logged
+
+    @property
+    def held_up(self) -> bool:
+        """Say whether there is, or may be, an attempt that must come into the log before all else."""
+        return self.outage.holds_up(self.logged, self.roll.nodes)
 
     def _declared(self, name: str) -> list[Effect]:
         """Take in that a node is dead: the life of it that the current attempt was placed on."""
@@ -288,7 +294,7 @@ class Core:
             effects += self._answered(name, inventory, event.now_s)
         if event.offers is None:
             return [*effects, *self._decide_without_log(event)]
-        if self.outage.holds_up(self.logged):
+        if self.held_up:
             text = "an attempt that was opened without the log is being entered into it; ask again"
             return [*effects, *self.requests.answer(OpenAnswer(code="unavailable", text=text))]
         return [*effects, *self.requests.decide(event, self._known(), objects=self.object_copies())]
@@ -343,7 +349,7 @@ class Core:
         if not outage.adopted and not outage.pending:
             return []
         effects: list[Effect] = []
-        if node := outage.to_learn(self.logged):
+        if node := outage.to_learn(self.logged, self.roll.nodes):
             outage.learning.add(node)
             effects.append(Learn(node=node, url=self.roll.nodes[node].url))
         if (opened := outage.to_open(self.log_view)) is not None:

@@ -7,7 +7,7 @@ then: a successor learns of it from the nodes that adopted it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from toprope.coordinator import opening
@@ -97,22 +97,26 @@ class Outage:
 
     # --- what is to be done ----------------------------------------------------------------------------------------
 
-    def to_learn(self, logged: LogView) -> str:
+    def to_learn(self, logged: LogView, nodes: Mapping[str, Node]) -> str:
         """Return a node that has adopted an attempt which is neither known here nor in the log; empty: none has."""
+        return next((node for node, _ in self._unknown(logged, nodes) if node not in self.learning), "")
+
+    def _unknown(self, logged: LogView, nodes: Mapping[str, Node]) -> Iterator[tuple[str, Adopted]]:
+        """Yield what living nodes have adopted, and what of it can't be in the log yet and is not known here.
+
+        One that is gone has no say: all others would wait for it for ever, and the log has the word if it comes back.
+        """
         for node, adopted in sorted(self.adopted.items()):
-            news = any(one.number > logged.state.attempt_number and not self._knows(one.uid) for one in adopted)
-            if news and node not in self.learning:
-                return node
-        return ""
+            if nodes[node].alive:
+                number = logged.state.attempt_number
+                yield from ((node, one) for one in adopted if one.number > number and not self._knows(one.uid))
 
     def _knows(self, uid: str) -> bool:
         return uid in self.pending or uid in self.fenced
 
-    def holds_up(self, logged: LogView) -> bool:
+    def holds_up(self, logged: LogView, nodes: Mapping[str, Node]) -> bool:
         """Say whether there is, or may be, an attempt that must come into the log before all else."""
-        number = logged.state.attempt_number
-        adopted = (one for adopted in self.adopted.values() for one in adopted)
-        return bool(self.pending) or any(one.number > number and one.uid not in self.fenced for one in adopted)
+        return bool(self.pending) or any(True for _ in self._unknown(logged, nodes))
 
     def learned(self, event: Learned) -> None:
         """Take in what a node has adopted, all of it; whoever did not say is asked again at the next tick."""

@@ -174,7 +174,7 @@ class Coordinator:
             raise UnavailableError("the coordinator is still reading the log")
         if asked.job_uid != self._log.state.job_uid:
             raise UsageError(f"this coordinator serves job {self.config.job} of another uid")
-        if self.core.outage.pending:
+        if self._held_up():
             raise UnavailableError("an attempt that was opened without the log comes into it first: try again")
         done = await self._log.append(lambda state: checked(state, asked.change))
         await self._log_moved()
@@ -461,7 +461,7 @@ class Coordinator:
         self._post(EnterEnded(now_s=_now_s()))
 
     def _held_up(self) -> bool:
-        return self.core is not None and self.core.outage.holds_up(self.core.logged)
+        return self.core is not None and self.core.held_up
 
     async def _learn(self, effect: Learn) -> None:
         adopted = await self._ports.nodes.adopted(effect.url)

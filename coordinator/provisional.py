@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import msgspec
+from msgspec import UNSET
 
 from toprope.coordinator.log_view import LogView
 from toprope.coordinator.wire import Member, Provisional
@@ -35,7 +36,8 @@ class Outlook:
 def outlook(logged: LogView, attempts: Sequence[Provisional]) -> Outlook:
     """Return what the log comes to when it has taken what it can of these; of two of one number the first wins.
 
-    The other one is not fenced off yet, nor is one of which the attempt before it is not known: the log has the word.
+    The other one is not fenced off yet, nor is one of which the attempt before it is not known, or that was decided on
+    more records than were read here: the log has the word.
     """
     view = logged
     chain: list[Provisional] = []
@@ -43,6 +45,8 @@ def outlook(logged: LogView, attempts: Sequence[Provisional]) -> Outlook:
     there = {attempt.uid for attempt in logged.state.attempts}
     for one in sorted(attempts, key=lambda each: each.number):
         if one.uid in there or logged.state.attempt_number < one.number <= view.state.attempt_number:
+            continue
+        if _is_ahead(logged.state, one):
             continue
         why = obstacle(view.state, one)
         if not why:
@@ -52,6 +56,11 @@ def outlook(logged: LogView, attempts: Sequence[Provisional]) -> Outlook:
         elif one.number <= logged.state.attempt_number + 1 or one.parent in fenced or _follows(view.state, one):
             fenced[one.uid] = why
     return Outlook(view=view, chain=tuple(chain), fenced=fenced)
+
+
+def _is_ahead(state: JobState, one: Provisional) -> bool:
+    """Say whether an attempt was decided on a longer log than this one, as by a later term that is not known here."""
+    return one.record.decided_at is not UNSET and one.record.decided_at > state.n
 
 
 def _follows(state: JobState, one: Provisional) -> bool:

@@ -12,6 +12,7 @@ from toprope.coordinator.intents import OpenAttempt
 from toprope.coordinator.log_view import LogView
 from toprope.coordinator.roll import Node, Roll
 from toprope.coordinator.wire import AttemptView, Copy, OpenAnswer, OpenRequest
+from toprope.store.log.records import Attempt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,6 +106,15 @@ class Requests:
         if request is None or view is None or opening.key_of(request) != (view.launch_id, view.round):
             return []
         return self.answer(OpenAnswer(attempt=view))
+
+    def fenced(self, record: Attempt) -> list[Effect]:
+        """Answer those who wait for an attempt that was proposed without the log, which can't take it any more."""
+        request = self.deciding
+        if request is None or opening.key_of(request) != (record.launch_id, record.round):
+            return []
+        return self.answer(
+            OpenAnswer(code="unavailable", text="the log has gone on without what was proposed; ask again")
+        )
 
     def answer(self, answer: OpenAnswer) -> list[Effect]:
         """Answer all who wait, and decide no more."""

@@ -28,8 +28,8 @@ from toprope.coordinator.log import Log
 from toprope.coordinator.ports import Ports
 from toprope.coordinator.settings import Address
 from toprope.coordinator.terms import Terms
-from toprope.coordinator.wire import Cadence, Inventory, Member, OpenRequest
-from toprope.store.errors import FencedError
+from toprope.coordinator.wire import Adopted, Cadence, Inventory, Member, OpenRequest
+from toprope.store.errors import FencedError, UnavailableError
 from toprope.store.keep.changes import Change, ChangeRequest, append_in_passing
 from toprope.store.log.chain import read_entries, read_log
 from toprope.store.log.fold import JobState
@@ -170,6 +170,9 @@ def test_a_command_alone_is_elected_for_the_moment(
         (("taint", "job@30", "--reason", "  "), 64, "a taint needs a reason"),
         (("taint", "job@0", "--reason", "x", "--attempt", "1"), 64, "the first step is 1"),
         (("taint", "job@30", "--reason", "x", "--attempt", "2"), 64, "there is no attempt 2"),
+        (("taint", "job@25", "--reason", "x"), 3, "step 25 has never been READY; there are steps [10, 20, 30, 40, 50]"),
+        (("taint", "job@41..49", "--reason", "x"), 3, "any of the steps 41 to 49 has never been READY"),
+        (("taint", "job@25", "--reason", "x", "--attempt", "1"), 3, "step 25 has never been READY"),
         (("job", "retain", "last=0"), 64, "give last=N, every=K, within=TIME"),
         (("job", "accept-spec", "ab" * 32), 64, "no launch was refused for a spec"),
         (("metric", "job@11", "val_loss=2"), 3, "no READY checkpoint of step 11"),
@@ -199,11 +202,40 @@ def test_a_taint_covers_the_attempts_that_led_to_here(
     assert ckpt("taint", tmp_path, "job@25..", "--reason", "NaN in the loss") == 0
     out, err = capsys.readouterr()
     assert out == "attempt 1, steps 25 to 30: tainted\nattempt 2, step 31 on: tainted\n"
-    assert "newest checkpoint that is left: step 50 (READY 8)" not in err
-    assert "newest checkpoint that is left: step 20 (READY 5)" in err
+    assert err.endswith("READY steps given up: 30, 35; newest checkpoint that is left: step 20 (READY 5)\n")
     state = read_log(job.store, "job")
     assert [state.readies[seq].step for seq, _ in state.restorable()] == [20, 10]
     assert state.is_ended(2)
+
+
+def test_nothing_is_changed_before_an_attempt_that_a_node_has_adopted_is_known(job: JobBuilder, tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with reigning(tmp_path) as live:
+            state = await live.state()
+            node = FakeNode(name="a", job_uid=state.job_uid)
+            adopted = (Adopted(number=state.attempt_number + 1, uid="0d" * 16),)
+            live.coordinator.heard(msgspec.structs.replace(node.say(), adopted=adopted))
+            with pytest.raises(UnavailableError, match="comes into it first"):
+                await live.coordinator.change(ChangeRequest(job_uid=state.job_uid, change=Retire(seqs=(4,))))
+            assert (await live.state()).retired == frozenset()
+
+    asyncio.run(scenario())
+
+
+def test_a_taint_says_which_ready_steps_it_gives_up(
+    job: JobBuilder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def given_up(*words: str) -> list[int]:
+        assert ckpt("taint", tmp_path, *words, "--reason", "x", "--json") == 0
+        steps: list[int] = json.loads(capsys.readouterr().out)["given_up"]
+        return steps
+
+    assert given_up("job@15..30", "--dry-run") == given_up("job@15..30") == [20, 30]
+    assert given_up("job@15..30") == given_up("job@20") == [], "they were given up before"
+    assert given_up("job@77") == [], "a node may hold it, past the newest READY"
+    assert ckpt("taint", tmp_path, "job@78", "--reason", "x") == 0
+    assert "no READY step is given up; newest checkpoint that is left: step 50" in capsys.readouterr().err
+    assert read_log(job.store, "job").is_tainted(attempt=1, step=77)
 
 
 def test_gc_shows_its_plan_and_then_does_it(
@@ -324,7 +356,8 @@ async def test_a_coordinator_makes_the_change_and_keeps_its_term(
         assert await live.ckpt("pin", tmp_path, "job@10") == 0
         assert await live.ckpt("taint", tmp_path, "job@45..50", "--reason", "bad data", "--coordinator", live.url) == 0
         assert await live.ckpt("unpin", tmp_path, "job@10") == 0
-        assert capsys.readouterr().err == "newest checkpoint that is left: step 40 (READY 7)\n"
+        told = "READY steps given up: 50; newest checkpoint that is left: step 40 (READY 7)\n"
+        assert capsys.readouterr().err == told
         assert (await live.kinds())[-4:] == ["Elected", "Pin", "Taint", "Unpin"]
         assert (await live.state()).term == 2
 

@@ -9,7 +9,7 @@ import pytest
 from tests.support.reigns import JOB, FakeNode, Reign, copy_of, training
 
 from toprope.coordinator.core import Settings
-from toprope.coordinator.effects import Append, Enter
+from toprope.coordinator.effects import Append, Enter, Learn
 from toprope.coordinator.events import Declared, LogMoved, OpenFailed
 from toprope.coordinator.overview import overview
 from toprope.coordinator.wire import AttemptView, Cadence, Kept, OpenAnswer
@@ -202,9 +202,10 @@ def test_a_successor_learns_of_it_from_the_nodes_and_appends_it_before_all_else(
     reign.verdict_of(view)
     reign.log_up = True
     after = reign.successor()
-    after.hear("a")
-    assert "is being entered" in waits(after.ask("a", "b", launch_id=THIRD)) or after.state.attempt_number == 2
-    after.hear("b")
+    after.held_back = {Learn}
+    after.hear("a", "b")
+    assert "is being entered" in waits(after.ask("a", "b", launch_id=THIRD))
+    after.release()
     assert after.state.attempts[-1].uid == view.uid
     assert after.desired.attempt is not None
     assert after.desired.attempt.uid == view.uid
@@ -227,6 +228,48 @@ def test_of_two_of_one_number_the_log_takes_the_one_that_more_nodes_adopted() ->
     after.wait(1.0)
     assert after.state.attempts[-1].uid == proposed.uid
     assert other.uid in after.desired.fenced
+
+
+def test_what_was_decided_on_a_longer_log_is_left_to_those_who_know_it() -> None:
+    other, reign = away(), away()
+    opened(other)
+    mine = other.nodes["a"].adopted[0]
+    record = msgspec.structs.replace(mine.record, decided_at=reign.state.n + 1)
+    reign.node("c").adopted.append(msgspec.structs.replace(mine, record=record))  # as proposed in a later term
+    reign.hear("c")
+    assert reign.desired.fenced == ()
+    elsewhere(reign, Elected(url="http://other"))
+    see(reign)
+    assert record.uid in reign.core.outage.pending
+
+
+def test_who_waits_for_what_was_proposed_is_told_when_the_log_can_not_take_it_and_may_ask_again() -> None:
+    reign = away()
+    reign.hold(4)
+    assert reign.ask("a", "b", launch_id=AGAIN) is None
+    number = reign.requests
+    elsewhere(reign, Taint(attempt=1, from_step=6, to_step=None, reason="NaN"))
+    see(reign)
+    assert "ask again" in waits(reign.answers.get(number))
+    reign.log_away("")
+    assert reign.ask("a", "b", launch_id=THIRD) is not None
+    assert (reign.state.attempts[-1].launch_id, reign.state.attempts[-1].from_step) == (THIRD, 4)
+
+
+def test_a_successor_does_not_wait_for_what_only_a_node_has_adopted_that_is_gone() -> None:
+    reign = away()
+    assert reign.ask("a", "b", launch_id=AGAIN) is None
+    reign.node("c")
+    reign.adopt("c")
+    reign.nodes["c"].up = False
+    reign.log_up = True
+    after = reign.successor()
+    after.hear("a", "b", "c")
+    assert "is being entered" in waits(after.ask("a", "b", launch_id=THIRD))
+    after.wait(15.0)
+    after.hear("a", "b")
+    assert after.ask("a", "b", launch_id=THIRD) is not None
+    assert after.state.attempts[-1].launch_id == THIRD
 
 
 def test_it_begins_with_no_step_that_was_struck_off() -> None:
@@ -331,9 +374,9 @@ def test_what_is_proposed_when_the_log_is_back_is_appended_and_given_out() -> No
 def test_nothing_is_tidied_away_before_it_is_in_the_log() -> None:
     reign = away()
     opened(reign)
-    assert reign.core.outage.holds_up(reign.core.logged)
+    assert reign.core.held_up
     reign.log_away("")
-    assert not reign.core.outage.holds_up(reign.core.logged)
+    assert not reign.core.held_up
 
 
 def test_the_outage_is_alarmed_and_what_waits_is_named() -> None:
