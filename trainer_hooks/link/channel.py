@@ -11,6 +11,7 @@ import os
 import selectors
 import socket
 import threading
+import time
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
@@ -53,7 +54,7 @@ class Channel:
         self._thread = threading.Thread(target=self._run, name="toprope-channel", daemon=True)
 
     def start(self) -> None:
-        """Begin to connect."""
+        """Begin to connect. If a listener raises, ``threading.excepthook`` tells of it, and another thread goes on."""
         self._thread.start()
 
     @property
@@ -71,8 +72,12 @@ class Channel:
         """Send what is queued, then end the thread."""
         self._stopping.set()
         self._wake()
-        self._thread.join(timeout_s)
-        if not self._thread.is_alive():
+        until = time.monotonic() + timeout_s
+        joined = None
+        while joined is not self._thread:  # one that failed may just have started another
+            joined = self._thread
+            joined.join(max(0.0, until - time.monotonic()))
+        if not joined.is_alive():
             os.close(self._wake_read)
             os.close(self._wake_write)
 
@@ -81,6 +86,20 @@ class Channel:
             os.write(self._wake_write, b"\0")
 
     def _run(self) -> None:
+        foreseen = False
+        try:
+            self._stay_connected()
+            foreseen = True
+        finally:
+            if not foreseen:  # saving goes on, and whoever reads standard error knows why it paused
+                self._outbox.clear()
+                self._listener.lost(f"{self._path}: an error that was not foreseen; standard error has a traceback")
+                self._stopping.wait(BACK_OFF_S[-1])
+                other = threading.Thread(target=self._run, name="toprope-channel", daemon=True)
+                other.start()
+                self._thread = other  # only now, so that `close` joins none that was not started
+
+    def _stay_connected(self) -> None:
         failures = 0
         while not self._stopping.is_set():
             try:
