@@ -71,10 +71,12 @@ class Refusing(DeadBroker):
         raise aiomqtt.MqttError("no")
 
     async def _silence(self) -> AsyncIterator[aiomqtt.Message]:
+        heard: list[aiomqtt.Message] = []
+        for message in heard:
+            yield message
         await self.breaks.wait()
         self.breaks.clear()
         raise aiomqtt.MqttError("Disconnected during message iteration")
-        yield
 
 
 def test_a_connection_that_breaks_in_the_pause_after_a_failed_publication_ends_nothing(
