@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -71,3 +73,12 @@ def read_finals(out: Path) -> tuple[Final, ...]:
     """Return the final digests that the ranks left, in order of rank."""
     finals = [msgspec.json.decode(path.read_bytes(), type=Final) for path in out.glob("final-rank-*.json")]
     return tuple(sorted(finals, key=lambda final: final.rank))
+
+
+def intervals_s(events: Iterable[Event]) -> list[float]:
+    """Return the times between the ends of any two successive steps of a process."""
+    ended: dict[int, list[float]] = {}
+    for event in events:
+        if event.event == "step":
+            ended.setdefault(event.pid, []).append(event.monotonic_s)
+    return [after - before for times in ended.values() for before, after in pairwise(times)]
