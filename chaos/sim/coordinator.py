@@ -113,19 +113,19 @@ class Host:
         """Take in an inventory."""
         with _leading():
             self._real.heard(inventory)
-            return self._desired()
+            return self._desired(inventory.node)
 
-    async def get_desired(self, newer_than: tuple[int, int] | None) -> Desired:
-        """Return the document, as soon as it is newer."""
+    async def get_desired(self, newer_than: tuple[int, int] | None, *, node: str) -> Desired:
+        """Return what a node needs of the document, as soon as it is newer."""
         with _leading():
             if newer_than is not None:
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(_POLL_S):
                         await self._real.desired_after(*newer_than)
-            return self._desired()
+            return self._desired(node)
 
-    def _desired(self) -> Desired:
-        desired = self._real.desired()
+    def _desired(self, node: str) -> Desired:
+        desired = self._real.desired(node=node)
         if desired is None:
             raise NetError("503: not known yet")
         return desired

@@ -708,7 +708,8 @@ class _Coordinators:
     async def get_desired(self, *, newer_than: Desired | None) -> Desired:
         """Return its document."""
         at = (newer_than.term, newer_than.version) if newer_than is not None else None
-        return await self._ask(lambda host: host.get_desired(at), timeout_s=_POLL_S + 2.0)
+        node = self.car.node.name
+        return await self._ask(lambda host: host.get_desired(at, node=node), timeout_s=_POLL_S + 2.0)
 
     async def open_attempt(self, request: OpenRequest) -> OpenAnswer:
         """Ask for an attempt."""
