@@ -67,6 +67,14 @@ def test_receipts_of_another_world_do_not_make_a_step() -> None:
     assert reign.ready_steps == []
 
 
+def test_a_receipt_of_a_rank_that_the_world_does_not_have_stands_for_none_that_is_missing() -> None:
+    reign = training()
+    reign.hold(8, tiers=("object",), ranks=(0,))
+    reign.nodes["b"].copies.append(copy_of(uid_of(reign), 8, 5, "object"))
+    reign.hear()
+    assert reign.desired.read_backs == ()
+
+
 def test_a_read_back_of_another_digest_than_the_receipts_vouches_for_nothing() -> None:
     reign = training()
     reign.hold(8, tiers=("object",))
