@@ -165,11 +165,17 @@ def length_damage(store: ObjectStore, index: Index, file: File, *, job: str) -> 
         yield damage_in(index, job, str(error), number=number)
         return
     if size != file.stored_bytes:
-        parts = (part for part in index.tensors if part.file == number and part.end > size)
-        cut = None if file.packed is not None else min(parts, key=lambda part: part.begin, default=None)
-        begin, end = sorted((size, file.stored_bytes))
-        what = f"the file has {size} bytes, expected {file.stored_bytes}"
-        yield damage_in(index, job, what, cut, number=number, begin=begin, end=end)
+        yield length_damaged(index, file, size, job=job)
+
+
+def length_damaged(index: Index, file: File, size: int, *, job: str) -> Damage:
+    """Return what it means that a file of a rank has ``size`` bytes, which are not those of its index."""
+    number = index.files.index(file)
+    parts = (part for part in index.tensors if part.file == number and part.end > size)
+    cut = None if file.packed is not None else min(parts, key=lambda part: part.begin, default=None)
+    begin, end = sorted((size, file.stored_bytes))
+    what = f"the file has {size} bytes, expected {file.stored_bytes}"
+    return damage_in(index, job, what, cut, number=number, begin=begin, end=end)
 
 
 def scan_object(store: ObjectStore, index: Index, file: File, *, job: str) -> Iterator[Damage]:

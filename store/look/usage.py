@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from toprope.store.checkpoint.manifest import Manifest
-from toprope.store.checkpoint.ready import Damage, damage_of, read_index, read_manifest
+from toprope.store.checkpoint.manifest import File, Index, Manifest
+from toprope.store.checkpoint.ready import Damage, damage_of, length_damaged, read_index, read_manifest
 from toprope.store.errors import CorruptObjectError, MissingObjectError
 from toprope.store.log.fold import JobState
 from toprope.store.look.show import read_job
@@ -154,14 +154,29 @@ class _Count:
             return
         step.index += self._take(Key(shard.index_key), step)
         for file in index.files:
-            step.shard += self._take(Key(file.key), step, rank)
+            step.shard += self._take_file(step, index, file)
+
+    def _take_file(self, step: StepUse, index: Index, file: File) -> int:
+        """Return the size of a file of a rank, once; that it is missing or of another length is noted."""
+        key = Key(file.key)
+        if key in self._named:
+            return 0
+        try:
+            size = self._store.size(key)
+        except MissingObjectError as error:
+            self._note(error, step, index.rank)  # not taken: a step that is not retired may need it too
+            return 0
+        self._named.add(key)
+        if size != file.stored_bytes:
+            self._use.damages.append(length_damaged(index, file, size, job=self._use.job))
+        return size
 
     def _prefix(self, step: StepUse, *, world: int, rank: int | None = None) -> str:
         """Return what the keys of a rank's objects, or those of all ranks, begin with."""
         key = shard_key(self._state.job, attempt=step.attempt, step=step.step, rank=rank or 0, world=world, nonce="0")
         return key.removesuffix("0.safetensors") if rank is not None else key.rpartition("/")[0] + "/"
 
-    def _take(self, key: Key, step: StepUse | None = None, rank: int | None = None) -> int:
+    def _take(self, key: Key, step: StepUse | None = None) -> int:
         """Return the size of an object that is named, once; 0 if it is missing, which is noted."""
         if key in self._named:
             return 0
@@ -171,9 +186,7 @@ class _Count:
         except MissingObjectError as error:
             if step is None:
                 self._use.damages.append(Damage(job=self._use.job, key=key, what=str(error).removeprefix(f"{key}: ")))
-            elif rank is not None:
-                self._note(error, step, rank)
-            return 0  # of a manifest, to read it will tell
+            return 0  # of a manifest or an index, to read it will tell
 
     def _note(self, error: CorruptObjectError | MissingObjectError, step: StepUse, rank: int | None = None) -> None:
         if not (step.retired and isinstance(error, MissingObjectError)):  # what is retired may be deleted

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from tests.support.fake_store import FakeStore
-from tests.support.stores import JobBuilder, small_store
+from tests.support.stores import JobBuilder, adapter_image, small_store
 
 from toprope.__main__ import main
 from toprope.store.errors import UsageError
@@ -145,3 +145,39 @@ def test_damage_is_named_and_status_2(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "job gpt: " in err
     assert "gpt/facts/" in err
     assert main(["du", str(tmp_path), "--job", "none"]) == 64
+
+
+def test_a_shard_that_is_cut_is_damage_and_status_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    small_store(DirectoryStore(tmp_path), steps=(10, 20), name="gpt")
+    (shard,) = tmp_path.glob("gpt/shards/a1/s000000020/rank-00001-*.safetensors")
+    whole = shard.stat().st_size
+    for size in (whole - 1, 0):
+        shard.write_bytes(shard.read_bytes()[:size])
+        assert main(["du", str(tmp_path), "--json"]) == 2
+        said = json.loads(capsys.readouterr().out)
+        (damage,) = said["damages"]
+        assert (damage["step"], damage["rank"]) == (20, 1)
+        assert f"the file has {size} bytes, expected {whole}" in damage["what"]
+        assert said["jobs"][0]["steps"][1]["shard"] == size + whole, "what is known is counted all the same"
+
+
+def test_a_shard_that_a_retired_step_shares_is_damage_of_the_one_that_needs_it() -> None:
+    store = FakeStore()
+    builder = JobBuilder(store, "gpt", image=adapter_image, codec="zstd")
+    builder.begin()
+    for step in (10, 20, 30):
+        builder.checkpoint(step)
+    builder.log.add(Retire(seqs=(4,)))
+    shared = {file for line in indexes_of(store, "s000000030/") for file in line if "s000000010/" in file}
+    assert shared, "what is stored once is named by both"
+    for key in shared:
+        del store.objects[Key(key)]
+    assert {(one.step, one.key) for one in damages(usage(store))} == {
+        (step, key) for step in (20, 30) for key in shared
+    }
+
+
+def indexes_of(store: FakeStore, place: str) -> list[list[str]]:
+    """Return the keys of the files that each index of a step names."""
+    indexes = (json.loads(body) for key, body in store.objects.items() if place in key and key.endswith("index.json"))
+    return [[file["key"] for file in index["files"]] for index in indexes]
