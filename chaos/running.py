@@ -243,6 +243,7 @@ class _Course:
         for event in site.journal.events[self._told :]:
             self._alive_s = time.monotonic()
             if event.event == "begin":
+                self.protected_step = event.step  # what ranks begin from is kept until a later step is protected
                 how = f"goes on from step {event.step}" if event.step else "begins"
                 self.progress.say(f"rank {event.rank} {how}")
         self._told = len(site.journal.events)
@@ -255,9 +256,11 @@ class _Course:
         desired = self.site.cluster.desired()
         if desired is None:
             return
-        if desired.protected_step != self.protected_step:
+        if not self._protections or desired.protected_step != self._protections[-1].step:
             self._protections.append(Protection(at_s=time.monotonic(), step=desired.protected_step))
-        self.protected_step, self.ready_step = desired.protected_step, desired.ready_step
+        # a coordinator that has just come knows of nothing yet; what was protected in this launch is kept all the same
+        self.protected_step = max(self.protected_step, desired.protected_step)
+        self.ready_step = desired.ready_step
         self.due_from = desired.cadence.from_step
         if self.ready_step and time.monotonic() - self._used_s > _USED_S:
             self._used_s = time.monotonic()
