@@ -24,7 +24,7 @@ from toprope.coordinator.cli_job import job_app
 from toprope.coordinator.cli_rollback import rollback
 from toprope.store.cli.shared import AsJson, JobOption, Root, only_job, print_json, print_table, put, say, table
 from toprope.store.errors import NothingToVerifyError, StoreError, UnavailableError, UsageError
-from toprope.store.keep.changes import checked, taints_of
+from toprope.store.keep.changes import checked, given_up, taints_of
 from toprope.store.keep.gc import GcPlan, execute, survey
 from toprope.store.keep.gone import gone, in_words, make_letting_go
 from toprope.store.keep.holds import TTL_S, HoldWatch
@@ -174,7 +174,10 @@ def taint(  # noqa: PLR0913 - one for each option
     """Say that steps are not to be trusted, in any tier: no restore begins from them.
 
     A taint can't be taken back. One with an open end, as run7@1200.., ends the current attempt: nothing more of it
-    becomes READY, and the next one begins before it.
+    becomes READY, and the next one begins before it. Steps past the newest READY one may be in the nodes' memory; of
+    others at least one must have been READY.
+
+    Exit status: 0 done; 3 none of these steps has ever been READY.
     """
     store = open_store(root)
     name, first, end = parse_range(at)
@@ -183,6 +186,9 @@ def taint(  # noqa: PLR0913 - one for each option
     taints = taints_of(state, from_step=first, to_step=last, reason=reason, attempt=attempt)
     changer = changer_of(store, url=coordinator, token_file=token_file)
     made = []
+    for one in taints:
+        checked(state, one)
+    lost = given_up(state, taints)
     for one in taints:
         changed = checked(state, one) is not None
         state = state if dry_run else changer.append(state, one, purpose="taint")
@@ -194,9 +200,10 @@ def taint(  # noqa: PLR0913 - one for each option
     good = next(iter(after.restorable()), None)
     if as_json:
         left = None if good is None else {"step": good[1].step, "ready": good[0]}
-        print_json({"job": name, "taints": made, "newest": left, "done": not dry_run})
+        print_json({"job": name, "taints": made, "given_up": lost, "newest": left, "done": not dry_run})
         return
-    say(f"newest checkpoint that is left: {f'step {good[1].step} (READY {good[0]})' if good else 'none'}")
+    ready = f"READY steps given up: {', '.join(map(str, lost))}" if lost else "no READY step is given up"
+    say(f"{ready}; newest checkpoint that is left: {f'step {good[1].step} (READY {good[0]})' if good else 'none'}")
 
 
 @app.command()

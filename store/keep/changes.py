@@ -10,17 +10,17 @@ import math
 import os
 import secrets
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TypeAlias
 
 import msgspec
 from msgspec import UNSET
 
-from toprope.store.errors import FencedError, UsageError
+from toprope.store.errors import FencedError, NothingToVerifyError, UsageError
 from toprope.store.keep.retention import parse_policy
 from toprope.store.log.chain import append, read_on
-from toprope.store.log.fold import METRIC_NAME, JobState, needed_by, violation
+from toprope.store.log.fold import METRIC_NAME, JobState, covers, needed_by, violation
 from toprope.store.log.records import NOBODY, Attempt, Elected, Job, Metric, Pin, Record, Retire, Taint, Unpin
 from toprope.store.log.snap import newest_snap
 from toprope.store.objects.protocol import ObjectStore
@@ -135,6 +135,27 @@ def taints_of(
     if not taints:
         raise UsageError(f"job {state.job}: no attempt that led to where it is has step {from_step}")
     return tuple(reversed(taints))
+
+
+def given_up(state: JobState, taints: Sequence[Taint]) -> tuple[int, ...]:
+    """Return the READY steps, in order, that nothing may begin from any more once these taints are in the log.
+
+    Raises:
+        NothingToVerifyError: they cover no step that was ever READY, and none past the newest, which nodes may hold.
+    """
+    newest, covered = dict.fromkeys(range(1, state.attempt_number + 1), 0), list[int]()
+    for seq, ready in state.readies.items():
+        newest[ready.attempt] = max(newest[ready.attempt], ready.step)
+        if any(covers(taint, attempt=ready.attempt, step=ready.step) for taint in taints):
+            covered.append(seq)
+    past = any(taint.to_step is None or taint.to_step > newest[taint.attempt] for taint in taints)
+    if not covered and not past:
+        first, last = taints[0].from_step, taints[-1].to_step
+        steps = f"step {first}" if first == last else f"any of the steps {first} to {last}"
+        have = sorted({ready.step for ready in state.readies.values()})
+        raise NothingToVerifyError(f"job {state.job}: {steps} has never been READY; there are steps {have}")
+    live = (state.readies[seq] for seq in covered if state.is_live(seq))
+    return tuple(sorted({one.step for one in live if not state.is_tainted(attempt=one.attempt, step=one.step)}))
 
 
 def _checked_rollback(state: JobState, attempt: Attempt) -> Attempt | None:
