@@ -21,7 +21,9 @@ def parse_range(text: str) -> tuple[str, int, int | None]:
     """
     found = _RANGE.fullmatch(text)
     if found is None:
-        raise UsageError(f"{text[:100]!r} is not usable: give JOB@STEP, as run7@1200")
+        _, at, step = text[:100].rpartition("@")
+        why = f": {step!r} is no step" if at and not step.isdecimal() else ""
+        raise UsageError(f"{text[:100]!r} is not usable{why}: give JOB@STEP, as run7@1200")
     end = None if not found[3] else int(found[4] or -1)
     return checked_id(found[1], what="job"), int(found[2]), end
 

@@ -23,6 +23,7 @@ from toprope.store.cli.shared import (
     Root,
     RootOrAt,
     StepOption,
+    chosen,
     metered,
     names_of_jobs,
     only_job,
@@ -40,13 +41,13 @@ from toprope.store.look.show import (
     named_objects,
     read_job,
     read_jobs,
+    without_log_text,
     xxhsum_lines,
 )
 from toprope.store.look.unready import unready
 from toprope.store.look.verify import plan
 from toprope.store.objects.opening import check_outside, empty_folders, open_store
 from toprope.store.objects.protocol import ObjectStore
-from toprope.store.places import selected
 from toprope.store.sizes import size_text
 from toprope.store.transfer.partial import PartlyRestored, restore_part
 from toprope.store.transfer.restore import Restored
@@ -67,19 +68,23 @@ def _group() -> None:
 def list_jobs(root: Root, job: JobOption = None, *, as_json: AsJson = False) -> int:
     """List jobs and their READY checkpoints, newest last.
 
-    Exit status: 0, or 2 if the log of one of several jobs is damaged, which is said; the others are listed.
+    Exit status: 0; 2 if the log of one of several jobs is damaged, 3 if one has objects and no log, which is said; the
+    others are listed.
     """
     store = open_store(root)
-    logs, broken = read_jobs(store, [job] if job else names_of_jobs(store, root))
+    names = names_of_jobs(store, root, job)
+    logs, broken = read_jobs(store, names.jobs)
     for damage in broken:
         say(str(damage))
+    if names.without_log:
+        say(without_log_text(names.without_log))
     if as_json:
         print_json([_job_json(log.state) for log in logs])
     elif logs:
         _print_jobs([log.state for log in logs])
-    elif not broken:
+    elif not broken and not names.without_log:
         say(f"{root}: no jobs yet")
-    return 2 if broken else 0
+    return 2 if broken else 3 if names.without_log else 0
 
 
 def _print_jobs(states: Sequence[JobState]) -> None:
@@ -104,7 +109,7 @@ def show(
     as_json: AsJson = False,
 ) -> None:
     """Show a job: its log and its checkpoints; with --step the manifest and the tensors of one."""
-    root, job, step = selected(root, job, step)
+    root, job, step = chosen(root, job, step)
     if (files or xxhsum) and step is not None:
         raise UsageError("--files and --xxhsum are of the whole job: leave out --step")
     store = open_store(root)
@@ -144,7 +149,7 @@ def restore(  # noqa: PLR0913 - one for each option
     newer and no checkpoint. With --only it is a part: files of those tensors and PARTIAL.json instead of a manifest;
     nothing is passed over then.
     """
-    root, job, step = selected(root, job, step)
+    root, job, step = chosen(root, job, step)
     store = open_store(root)
     state = read_job(store, only_job(store, root, job)).state
     check_outside(to, root)

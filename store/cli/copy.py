@@ -7,13 +7,12 @@ from typing import Annotated
 
 import typer
 
-from toprope.store.cli.shared import AsJson, JobOption, metered, only_job, print_json, put, say
+from toprope.store.cli.shared import AsJson, JobOption, chosen, metered, only_job, print_json, put, say
 from toprope.store.errors import UsageError
 from toprope.store.keep.holds import holding
 from toprope.store.look.show import read_job
 from toprope.store.look.verify import plan as plan_verify
 from toprope.store.objects.opening import absolute_root, open_store
-from toprope.store.places import selected
 from toprope.store.sizes import size_text
 from toprope.store.transfer.copy import copy as copy_job
 from toprope.store.transfer.copy import plan
@@ -45,7 +44,7 @@ def copy(
     Exit status: 0 done; 2 something is damaged, and the log was not copied; 3 there is no such checkpoint; 4 a store
     can't be reached; 64 the destination has a job of that name with another history.
     """
-    source, job, step = selected(source, job, step)
+    source, job, step = chosen(source, job, step)
     if absolute_root(source) == absolute_root(target):
         raise UsageError(f"{source}: is both source and destination; give another store to copy to")
     read_from = open_store(source)

@@ -7,12 +7,11 @@ from typing import Annotated
 
 import typer
 
-from toprope.store.cli.shared import AsJson, JobOption, RootOrAt, metered, only_job, print_json, put, say
+from toprope.store.cli.shared import AsJson, JobOption, RootOrAt, chosen, metered, only_job, print_json, put, say
 from toprope.store.errors import UsageError
 from toprope.store.keep.holds import holding_choice
 from toprope.store.look.show import read_state
 from toprope.store.objects.opening import check_outside, open_store
-from toprope.store.places import selected
 from toprope.store.sizes import parse_size, size_text
 from toprope.store.transfer.export import Format, Wanted
 from toprope.store.transfer.export import export as export_checkpoint
@@ -72,7 +71,7 @@ def export(  # noqa: PLR0913 - one for each option
         as_bytes=as_bytes,
         max_shard_bytes=parse_size(max_shard_size),
     )
-    root, job, step = selected(root, job, step)
+    root, job, step = chosen(root, job, step)
     store = open_store(root)
     found = read_state(store, only_job(store, root, job))
     check_outside(directory, root)

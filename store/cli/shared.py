@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Annotated
 
 import msgspec
@@ -17,9 +18,10 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.table import Table
 
 from toprope.store.errors import NothingToVerifyError, UsageError
-from toprope.store.look.show import job_names
+from toprope.store.look.show import JobNames, names_in, without_log_text
 from toprope.store.objects.metered import MeteredStore
 from toprope.store.objects.protocol import ObjectStore
+from toprope.store.places import parse_place, selected
 
 RootOrAt = Annotated[
     str,
@@ -51,24 +53,45 @@ def only_job(store: ObjectStore, root: str, job: str | None) -> str:
     """
     if job is not None:
         return job
-    names = names_of_jobs(store, root)
+    found = names_of_jobs(store, root)
+    names = found.jobs
     if len(names) == 1:
         return names[0]
     if not names:
-        raise NothingToVerifyError(f"{root}: no jobs")
+        why = f"; {without_log_text(found.without_log)}" if found.without_log else ""
+        raise NothingToVerifyError(f"{root}: no jobs{why}")
     raise UsageError(f"{root} holds {len(names)} jobs: give --job, one of {', '.join(names)}")
 
 
-def names_of_jobs(store: ObjectStore, root: str) -> tuple[str, ...]:
-    """Return the names of all jobs in a store, in order.
+def names_of_jobs(store: ObjectStore, root: str, job: str | None = None) -> JobNames:
+    """Return the names of all jobs in a store, in order, or just the one that was named.
 
     Raises:
         UsageError: it has none, because ``root`` is itself the directory of a job.
     """
-    names = job_names(store)
-    if not names and any(True for _ in store.list("log/")):
+    if job is not None:
+        return JobNames(jobs=(job,), without_log=())
+    names = names_in(store)
+    if not names.jobs and any(True for _ in store.list("log/")):
         raise UsageError(f"{root} is the directory of a job, not a store: give the one that it lies in")
     return names
+
+
+def chosen(root: str, job: str | None, step: int | None) -> tuple[str, str | None, int | None]:
+    """Return root, job and step as ``selected`` does, where a path that ends almost like ``JOB@STEP`` is there.
+
+    Raises:
+        UsageError: as ``selected``; or there is no such directory, and what is wrong with its end.
+    """
+    path = Path(root)
+    try:
+        if "@" in path.name and "://" not in root and (job, step) == (None, None) and not path.exists():
+            parse_place(path.name)
+    except UsageError as error:
+        raise UsageError(f"there is no directory {root}, and {error}") from error
+    except OSError:
+        pass  # whoever opens it tells
+    return selected(root, job, step)
 
 
 def table(*columns: str) -> Table:

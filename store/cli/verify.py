@@ -17,6 +17,7 @@ from toprope.store.cli.shared import (
     JobOption,
     RootOrAt,
     StepOption,
+    chosen,
     metered,
     names_of_jobs,
     print_json,
@@ -27,11 +28,10 @@ from toprope.store.errors import NothingToVerifyError, UsageError
 from toprope.store.log.chain import read_on
 from toprope.store.log.fold import JobState
 from toprope.store.look.sample import Sample, Sampled, parse_sample, sample_checkpoint, untold
-from toprope.store.look.show import read_jobs
+from toprope.store.look.show import JobNames, read_jobs, without_log_text
 from toprope.store.look.verify import CheckpointReport, plan, verify_checkpoint, verify_facts
 from toprope.store.objects.opening import open_store
 from toprope.store.objects.protocol import ObjectStore
-from toprope.store.places import selected
 from toprope.store.sizes import size_text
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
@@ -75,15 +75,16 @@ def verify(  # noqa: PLR0913 - one for each option
     A sample reads every manifest and index, looks at the length of every file, and reads some tensors; it says what it
     did not read. --deep also checks that the pieces of all ranks make up whole tensors.
 
-    Exit status: 0 all is as it was written; 2 something is damaged; 3 there is nothing to verify; 4 the store can't
-    be reached.
+    Exit status: 0 all is as it was written; 2 something is damaged; 3 there is nothing to verify, or a job has objects
+    and no log to verify them by; 4 the store can't be reached.
     """
     if sample is not None and deep is not None:
         raise UsageError("--deep reads everything: leave out --sample")
-    root, job, step = selected(root, job, step)
+    root, job, step = chosen(root, job, step)
     part = None if sample is None else parse_sample(sample, seed=seed)
     store = open_store(root)
-    planned, broken = _planned(store, root, job, step)
+    names = _names(store, root, job)
+    planned, broken = _planned(store, root, names.jobs, step)
     total = sum(state.readies[seq].bytes for state, seqs in planned for seq in seqs)
     facts = [*broken]
     for damage in broken:
@@ -108,23 +109,32 @@ def verify(  # noqa: PLR0913 - one for each option
                     _print_found(found[-1], deep)
     good = not facts and all(one.is_good for one in found)
     if as_json:
-        print_json({"ok": good, "checkpoints": [_as_json(one) for one in found], "damages": _damages(facts, found)})
+        told = {"checkpoints": [_as_json(one) for one in found], "damages": _damages(facts, found)}
+        print_json({"ok": good and not names.without_log, **told, "without_log": names.without_log})
     else:
         say(_verdict(facts, found))
-    return 0 if good else 2
+    return 2 if not good else 3 if names.without_log else 0
+
+
+def _names(store: ObjectStore, root: str, job: str | None) -> JobNames:
+    """Return the jobs to verify, having said which have no log; raises where none has one."""
+    names = names_of_jobs(store, root, job)
+    lost = without_log_text(names.without_log) if names.without_log else ""
+    if not names.jobs:
+        raise NothingToVerifyError(lost or f"{root}: no jobs, so nothing to verify")
+    if lost:
+        say(lost)
+    return names
 
 
 def _planned(
-    store: ObjectStore, root: str, job: str | None, step: int | None
+    store: ObjectStore, root: str, names: tuple[str, ...], step: int | None
 ) -> tuple[list[tuple[JobState, tuple[int, ...]]], tuple[Damage, ...]]:
     """Return the jobs and their READYs to verify, and the logs that can't be read.
 
     That one job of several has nothing is no error.
     """
-    names = names_of_jobs(store, root)
-    if not names:
-        raise NothingToVerifyError(f"{root}: no jobs, so nothing to verify")
-    logs, broken = read_jobs(store, [job] if job else names)
+    logs, broken = read_jobs(store, names)
     states = [log.state for log in logs]
     if len(states) == 1 and not broken:
         return [(states[0], plan(states[0], step=step))], ()

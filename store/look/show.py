@@ -10,7 +10,7 @@ from typing import Literal, assert_never
 from msgspec import UNSET
 
 from toprope.store.checkpoint.ready import Damage, read_index, read_manifest
-from toprope.store.errors import CorruptObjectError, LogCorruptError, UsageError
+from toprope.store.errors import CorruptObjectError, LogCorruptError, NothingToVerifyError, UsageError
 from toprope.store.log.chain import Entry, read_entries, read_on
 from toprope.store.log.fold import JobState
 from toprope.store.log.records import Attempt, Elected, Job, Metric, Pin, Ready, Record, Retire, Taint, Unpin
@@ -64,14 +64,39 @@ class NamedObject:
     digest: str
 
 
-def job_names(store: ObjectStore) -> tuple[str, ...]:
-    """Return the names of all jobs in a store, in order."""
-    names: dict[str, None] = {}
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobNames:
+    """The jobs of a store, and what has checkpoints and no log: a log was removed, or a copy is not through."""
+
+    jobs: tuple[str, ...]
+    without_log: tuple[str, ...]
+
+
+def names_in(store: ObjectStore) -> JobNames:
+    """Return the names of all that is in a store, in order."""
+    with_log: set[str] = set()
+    with_more: set[str] = set()
     for key in store.list(""):
         name, _, rest = key.partition("/")
-        if rest.startswith("log/") and name not in names:
-            names[name] = None
-    return tuple(sorted(names))
+        if rest.startswith("log/"):
+            with_log.add(name)
+        elif rest.startswith(("shards/", "manifests/")):
+            with_more.add(name)
+    return JobNames(jobs=tuple(sorted(with_log)), without_log=tuple(sorted(with_more - with_log)))
+
+
+def job_names(store: ObjectStore) -> tuple[str, ...]:
+    """Return the names of all jobs in a store, in order."""
+    return names_in(store).jobs
+
+
+def without_log_text(names: Sequence[str]) -> str:
+    """Return what to tell of jobs that have no log."""
+    logs = ", ".join(f"{name}/log/" for name in names)
+    return (
+        f"{', '.join(names)}: objects of checkpoints and no log that names them, so nothing is known of them: it was "
+        f"removed (bring back {logs}), or a copy is not through (run it again); `ckpt du` weighs them"
+    )
 
 
 def read_job(store: ObjectStore, name: str) -> JobLog:
@@ -79,6 +104,7 @@ def read_job(store: ObjectStore, name: str) -> JobLog:
 
     Raises:
         UsageError: there is no such job; the message names those that there are.
+        NothingToVerifyError: it has objects and no log.
         LogCorruptError: its log is damaged.
     """
     state = JobState(job=checked_id(name, what="job"))
@@ -87,8 +113,10 @@ def read_job(store: ObjectStore, name: str) -> JobLog:
         entries.append(entry)
         state = after
     if not entries:
-        known = job_names(store)
-        there = f"there are {', '.join(known)}" if known else "there are none"
+        known = names_in(store)
+        if name in known.without_log:
+            raise NothingToVerifyError(without_log_text([name]))
+        there = f"there are {', '.join(known.jobs)}" if known.jobs else "there are none"
         raise UsageError(f"job {name!r}: no such job in this store; {there}")
     check_end(store, state)
     return JobLog(state=state, entries=tuple(entries))

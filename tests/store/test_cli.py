@@ -200,6 +200,35 @@ def test_nothing_to_verify_is_3(root: Path, tmp_path: Path, capsys: pytest.Captu
     assert ckpt("restore", root, "--job", "new", "--to", tmp_path / "out") == 3
 
 
+def test_a_job_whose_log_was_removed_is_not_taken_for_none(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.rmtree(root / "gpt" / "log")
+    assert ckpt("ls", root) == 3
+    out, err = capsys.readouterr()
+    (line,) = err.splitlines()
+    assert line.startswith("gpt: objects of checkpoints and no log that names them")
+    assert "bring back gpt/log/" in line
+    assert "new" in out, "the others are listed"
+    assert ckpt("ls", root, "--job", "gpt") == ckpt("show", root, "--job", "gpt") == 3
+    assert [one.split(": ", 1)[1] for one in capsys.readouterr().err.splitlines()] == [line] * 2
+    shutil.rmtree(root / "new")
+    for words in (("ls", root), ("verify", root), ("verify", root, "--json"), ("show", root)):
+        assert ckpt(*words) == 3
+        (said,) = capsys.readouterr().err.splitlines()
+        assert line in said
+
+
+def test_verify_says_which_job_has_no_log_and_verifies_the_others(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(root / "gpt", root / "old", ignore=shutil.ignore_patterns("log"))
+    assert ckpt("verify", root) == 3
+    assert capsys.readouterr().err.startswith("old: objects of checkpoints and no log")
+    assert ckpt("verify", root, "--json") == 3
+    told = json.loads(capsys.readouterr().out)
+    assert (told["ok"], len(told["checkpoints"]), told["without_log"]) == (False, 3, ["old"])
+    assert ckpt("verify", root, "--job", "gpt") == 0
+
+
 @pytest.mark.parametrize("command", ["ls", "show", "verify", "log"])
 def test_the_directory_of_a_job_is_not_taken_for_an_empty_store(
     root: Path, capsys: pytest.CaptureFixture[str], command: str

@@ -59,6 +59,33 @@ def test_a_root_that_names_no_checkpoint_is_a_root() -> None:
     assert selected("s3://b/p/gpt@10?region=x", None, None) == ("s3://b/p?region=x", "gpt", 10)
 
 
+@pytest.mark.parametrize(
+    ("end", "what"),
+    [
+        ("gpt@x", "'x' is no step: give JOB@STEP"),
+        ("gpt@", "'' is no step"),
+        ("gpt@10..20", "is a range: give one step"),
+        ("GPT@10", "job 'GPT' is not usable"),
+    ],
+)
+def test_a_path_that_seems_to_name_a_checkpoint_and_does_not_is_wrong_use(
+    root: Path, capsys: pytest.CaptureFixture[str], end: str, what: str
+) -> None:
+    for word in ("show", "verify"):
+        assert main([word, f"{root}/{end}"]) == 64
+        (line,) = capsys.readouterr().err.splitlines()
+        assert what in line
+        assert f"there is no directory {root}/{end}" in line
+
+
+def test_a_store_whose_name_ends_so_is_a_store(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    root.rename(there := root.with_name("me@host"))
+    assert main(["verify", str(there)]) == 0
+    there.rename(root)
+    assert main(["verify", str(there), "--job", "gpt"]) == 4
+    assert "can't be reached" in capsys.readouterr().err
+
+
 def test_a_range_is_no_place() -> None:
     assert parse_range("gpt@10") == ("gpt", 10, None)
     assert parse_range("gpt@10..20") == ("gpt", 10, 20)
