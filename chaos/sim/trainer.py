@@ -343,8 +343,11 @@ class Rank:
         staged = await self._wait_for(wire.Staged, uid=attempt.uid, phase="1", timeout_s=_PHASE_S)
         if not isinstance(staged, wire.Staged):
             raise _end(staged)
+        mapped = [(one, self.node.opened(one.path)) for one in staged.shards]
         await self._agree(attempt, "staged")
-        images = [(one.rank, self.node.bytes_at(one.path, one.bytes) or b"") for one in staged.shards]
+        images = [(one.rank, read()[: one.bytes]) for one, read in mapped if read is not None]
+        if len(images) < len(mapped):
+            raise EndedError("what was staged was gone before it was opened")
         self.world.oracle.on_restored(attempt_uid=attempt.uid, rank=self.rank, images=images)
         await self._agree(attempt, "applied", fatal=True)
 

@@ -74,6 +74,14 @@ class Node:
         file = self.memory.at(path)
         return bytes(file.data[:size]) if file is not None else None
 
+    def opened(self, path: str) -> Callable[[], bytes] | None:
+        """Open a file in memory or on the disk; return what reads it, which the removal of its name does not end."""
+        if path.startswith("/local/"):
+            body = self.local_bytes(path)
+            return None if body is None else lambda: body
+        file = self.memory.at(path)
+        return None if file is None else lambda: bytes(file.data)
+
     def local_bytes(self, path: str) -> bytes | None:
         """Return the bytes of a file of the local tier."""
         name = PurePosixPath(path).name
