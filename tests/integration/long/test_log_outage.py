@@ -109,8 +109,19 @@ def test_a_coordinator_whose_store_is_away_when_it_starts_waits_for_it_and_says_
                 wait_until(ready.exists, what="it serves", timeout_s=60, alive=[coordinator])
             finally:
                 coordinator.stop()
-            none = s3.root("nowhere", "team", endpoint=endpoint)
-            wrong = Process("wrong", [*words, "--store", none], log=tmp_path / "wrong.log", env=s3.environment)
-            wait_until(lambda: wrong.status() is not None, what="it ends", timeout_s=60)
-            assert wrong.status() == 4
-            assert "there is no such bucket" in (tmp_path / "wrong.log").read_text()
+
+
+def test_a_coordinator_whose_store_refuses_it_ends_and_says_why(tmp_path: Path) -> None:
+    with running_s3(tmp_path / "s3") as s3:
+        s3.make_bucket("checkpoints")
+        keys = s3.credentials.read_text().splitlines()
+        wrong = tmp_path / "wrong"
+        wrong.write_text("\n".join(f"{line}x" if "secret" in line else line for line in keys))
+        env, log = {**s3.environment, "AWS_SHARED_CREDENTIALS_FILE": str(wrong)}, tmp_path / "coordinator.log"
+        words = [sys.executable, "-m", "toprope", "coordinator", "--job", "ends", "--store", s3.root("checkpoints")]
+        coordinator = Process("coordinator", words, log=log, env=env)
+        try:
+            assert coordinator.wait(60) == 4, log.read_text()
+        finally:
+            coordinator.stop()
+        assert "refuses access" in log.read_text()
