@@ -50,6 +50,7 @@ class PlannedStore:
         self.objects = inner.objects
         self.corrupt = inner.corrupt
         self.ever = inner.ever
+        self.away = inner.away
         self.fault = 0.0
         self.calls: list[Call] = []
         self.struck: Call | None = None

@@ -38,7 +38,7 @@ MEDIA = {
         functools.cache(store_faults.calls_of_a_commit), lambda _: store_faults.KINDS, store_faults.strike, 23
     ),
     "disk": Medium(
-        functools.cache(disk_faults.calls), lambda call: disk_faults.KINDS[call.operation], disk_faults.strike, 44
+        functools.cache(disk_faults.calls), lambda call: disk_faults.KINDS[call.operation], disk_faults.strike, 48
     ),
     "network": Medium(functools.cache(net_faults.calls), lambda _: net_faults.KINDS, net_faults.strike, 403),
 }
