@@ -29,7 +29,7 @@ def test_a_thousand_histories_break_no_promise_and_meet_all_troubles(
     found = search.run(range(1000), jobs=2)
     record_property("a thousand histories", f"{found.wall_s:.0f} s, {found.virtual_s / 3600:.1f} virtual hours")
     assert found.broken == [], "\n".join(str(outcome) for outcome in found.broken)
-    assert found.never() == []
+    assert [what for what in found.never() if what not in search.SELDOM] == []
 
 
 def test_a_scan_refuses_a_local_file_that_was_damaged() -> None:
