@@ -2,9 +2,10 @@
 
 Each transfer is a process of its own, from a file in shared memory (as a slot is) to a file there. The server,
 SeaweedFS, is started anew for each round; within a round all take turns, in an order that moves on by one from round to
-round. All download the same object, the one that s3transfer uploaded. Besides the time, three things are told of each:
-processor seconds of the client and of the server, and the most anonymous memory that it had. Where the server takes
-most of the processor, it bounds them all alike: then read the processor seconds. The time holds a process's start.
+round. All download the same object, the one that s3transfer uploaded. What was uploaded and what was downloaded is
+compared with the source, outside of the time. Besides the time, three things are told of each: processor seconds of the
+client and of the server, and the most anonymous memory that it had. Where the server takes most of the processor, it
+bounds them all alike: then read the processor seconds. The time holds a process's start.
 
     python benchmarks/store.py [--mib 4096] [--rounds 5] [--aws PATH] [--crt PYTHON] [--json FILE]
 
@@ -124,6 +125,8 @@ def one_round(turns: list[str], source: Path, *, digest: str, aws: str, crt: str
                 if way == "down":
                     check(file, digest, client)
                     file.unlink()
+                else:
+                    check_object(root, digest, client)
     return samples
 
 
@@ -199,6 +202,19 @@ def check(path: Path, digest: str, client: str) -> None:
         raise SystemExit(f"{client} downloaded other bytes: {found}, expected {digest}")
 
 
+def check_object(root: str, digest: str, client: str) -> None:
+    """Fail unless the store has the bytes that a client was to upload: read with boto3, whoever wrote them."""
+    from toprope.chaos.live.s3_server import ACCESS_KEY, SECRET_KEY  # noqa: PLC0415 - not in the process of a transfer
+
+    hasher = hashlib.sha256()
+    with _their_client(root, aws_access_key_id=ACCESS_KEY, aws_secret_access_key=SECRET_KEY) as reading:
+        body = reading.get_object(Bucket=BUCKET, Key=f"{client}/job/object")["Body"]
+        for chunk in body.iter_chunks(MIB):
+            hasher.update(chunk)
+    if hasher.hexdigest() != digest:
+        raise SystemExit(f"{client} uploaded other bytes: {hasher.hexdigest()}, expected {digest}")
+
+
 def transfer(client: str, way: str, root: str, path: str) -> None:
     """Be the process of one transfer."""
     act: dict[tuple[str, str], Callable[[str, Path], None]] = {
@@ -252,14 +268,15 @@ def our_download(root: str, path: Path) -> None:
 
 
 @contextlib.contextmanager
-def _their_client(root: str) -> Iterator[Any]:
+def _their_client(root: str, **credentials: str) -> Iterator[Any]:
     import boto3  # noqa: PLC0415 - only this process needs it
     from botocore.config import Config  # noqa: PLC0415 - as above
 
     from toprope.store.objects.s3_location import parse_location  # noqa: PLC0415 - as above
 
     config = Config(s3={"addressing_style": "path"})
-    yield boto3.client("s3", endpoint_url=parse_location(root).endpoint, region_name="us-east-1", config=config)
+    endpoint = parse_location(root).endpoint
+    yield boto3.client("s3", endpoint_url=endpoint, region_name="us-east-1", config=config, **credentials)
 
 
 def their_upload(root: str, path: Path) -> None:
