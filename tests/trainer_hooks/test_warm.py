@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -161,3 +162,29 @@ def test_nothing_is_forked_beside_another_thread(tmp_path: Path, monkeypatch: py
     with warmed(tmp_path, threads) as made:
         assert made.keeper(SAYS).wait(AWAITS_S) == 0
         assert "this rank starts cold: 2 threads run once the modules are imported" in made.log.read_text()
+
+
+def test_a_keeper_that_ends_before_it_orders_takes_nobody_with_it(there: Warm) -> None:
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.connect(f"\0{there.socket}")
+    assert there.keeper(SAYS).wait(AWAITS_S) == 0
+    assert json.loads(there.log.read_text().splitlines()[-1])["parent"] == there.process.pid
+    assert "an order for a rank was refused: the order ended early" in (there.directory / "warm.log").read_text()
+
+
+def test_where_no_fork_can_be_had_a_rank_starts_cold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
+    refuses = "import os\ndef fork(): raise BlockingIOError(11, 'no more processes')\nos.fork = fork"
+    with warmed(tmp_path, refuses) as made:
+        assert made.keeper("raise SystemExit(5)").wait(AWAITS_S) == 5
+        assert "this rank starts cold: the warm process can't fork (no more processes)" in made.log.read_text()
+        assert made.process.poll() is None
+
+
+def test_a_child_that_an_imported_module_started_ends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
+    starts = "import os\npid = os.posix_spawnp('true', ['true'], os.environ)\n"
+    with warmed(tmp_path, f"{starts}os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)") as made:
+        assert made.keeper("raise SystemExit(5)").wait(AWAITS_S) == 5
+        assert made.keeper("raise SystemExit(6)").wait(AWAITS_S) == 6
+        assert made.process.poll() is None

@@ -164,8 +164,7 @@ class _Server:
             sys.stderr.write(f"ckpt launch: an order for a rank was refused: {error}\n")
             connection.close()
             return None
-        why = self._why_cold(order)
-        pid = 0 if why else os.fork()
+        pid, why = self._fork(order)
         if not why and pid == 0:
             self._become(order, files, parent=connection)
             return order
@@ -179,6 +178,15 @@ class _Server:
             self.children[pid] = connection
             selector.register(connection, selectors.EVENT_READ, pid)
         return None
+
+    def _fork(self, order: Order) -> tuple[int, str]:
+        """Return what a fork does, or 0 and why there was none."""
+        if why := self._why_cold(order):
+            return 0, why
+        try:
+            return os.fork(), ""
+        except OSError as error:
+            return 0, f"the warm process can't fork ({error.strerror})"
 
     def _why_cold(self, order: Order) -> str:
         """Return why a fork would not do as a start does."""
@@ -208,7 +216,9 @@ class _Server:
                 pid, status = os.waitpid(-1, os.WNOHANG)
                 if pid == 0:
                     return
-                connection = self.children.pop(pid)
+                connection = self.children.pop(pid, None)
+                if connection is None:  # an imported module started it
+                    continue
                 with contextlib.suppress(KeyError):
                     selector.unregister(connection)
                 with contextlib.suppress(OSError):
@@ -227,6 +237,8 @@ def _read_order(connection: socket.socket) -> tuple[Order, list[int]]:
         raise PermissionError(f"user {user} orders a rank")
     connection.settimeout(_ORDER_S)
     body, files, _, _ = socket.recv_fds(connection, _LENGTH.size, 3)
+    if len(body) < _LENGTH.size:
+        raise ConnectionResetError("the order ended early")
     (length,) = _LENGTH.unpack(body)
     if length > MAX_ORDER_BYTES or len(files) != 3:  # noqa: PLR2004 - input, output, errors
         raise ValueError(f"an order of {length} bytes with {len(files)} files")
