@@ -5,13 +5,13 @@ from __future__ import annotations
 from toprope.chaos.verdict import Injection
 
 _ENDS_TRAINERS = {"kill", "segfault", "terminate", "oom"}
-_COST_NO_PROTECTION = {"flip", "tear", "ckpt", "twice"}
+_COST_NO_SLOTS = {"flip", "tear", "ckpt", "twice"}
 _PORTS_OF_PROTECTION = ("pages.", "peers.", "coordinator.", "broker.", "nodes.")
 
 
 def costs_slots(one: Injection) -> bool:
     """Say whether a fault may be why a rank has no free slot while it lasts, and shortly after it: one of a service."""
-    return one.fired and one.fault not in _COST_NO_PROTECTION and one.target.partition(" ")[0] != "rank"
+    return one.fired and one.fault not in _COST_NO_SLOTS and one.target.partition(" ")[0] != "rank"
 
 
 def costs_protection(one: Injection) -> bool:
