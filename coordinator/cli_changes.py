@@ -295,7 +295,7 @@ def _surveyed(
         seqs = gone(store, state)
         if not seqs:
             raise
-    say(f"{in_words(state, seqs)}: it {'would be' if changer is None else 'is'} unpinned and retired")
+    say(in_words(state, seqs, done=changer is not None))
     while changer is not None and (change := make_letting_go(state, seqs=seqs)) is not None:
         state = changer.append(state, change, purpose="gc")
     retired = as_if_retired if changer is not None else as_if_retired | set(seqs)

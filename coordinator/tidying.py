@@ -25,7 +25,7 @@ _LOG = logging.getLogger("toprope.coordinator")
 class Tidier:
     """Does what the job's policy of retention says, when it is told that there may be something to do."""
 
-    def __init__(self, store: StorePort, log: Log, metrics: Metrics, *, held_up: Callable[[], bool] = bool) -> None:
+    def __init__(self, store: StorePort, log: Log, metrics: Metrics, *, held_up: Callable[[], bool]) -> None:
         """``held_up``: an attempt must come into the log first that could not follow what is retired here."""
         self._store = store
         self._log = log
@@ -90,10 +90,14 @@ class Tidier:
 
     async def _let_go(self) -> bool:
         """Let go of what was removed from the store by hand, which would hinder the collector for ever; say if any."""
-        seqs = await self._store.gone(self._log.state)
-        if seqs:
-            _LOG.warning("%s: it is unpinned and retired", in_words(self._log.state, seqs))
+        before = self._log.state
+        seqs = await self._store.gone(before)
         make = self._unless_held_up(partial(make_letting_go, seqs=seqs))
+        appended = False
         while (await self._log.append(make)).record is not None:
-            pass
-        return bool(seqs)
+            appended = True
+        if not seqs or make_letting_go(self._log.state, seqs=seqs) is not None:
+            return False
+        if appended:
+            _LOG.warning("%s", in_words(before, seqs, done=True))
+        return True

@@ -56,7 +56,7 @@ class SidecarHttp:
         token: str,
         stall_timeout_s: float,
         use_deadline_s: float,
-        adopted: Callable[[], tuple[Provisional, ...]] = tuple,
+        adopted: Callable[[], tuple[Provisional, ...]],
     ) -> None:
         self._copies = copies
         self._inventory_after = inventory_after

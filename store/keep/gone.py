@@ -48,7 +48,12 @@ def make_letting_go(state: JobState, *, seqs: Sequence[int]) -> Unpin | Retire |
     return Retire(seqs=left) if left else None
 
 
-def in_words(state: JobState, seqs: Sequence[int]) -> str:
-    """Return which checkpoints are gone, for the one warning of it."""
+def in_words(state: JobState, seqs: Sequence[int], *, done: bool) -> str:
+    """Return the one warning of what is gone: which checkpoints, and that they are let go of, or would be."""
     named = ", ".join(f"step {state.readies[seq].step} (READY {seq}{', pinned' * (seq in state.pins)})" for seq in seqs)
-    return f"job {state.job}: {named} was removed from the store by hand"
+    pinned = sum(seq in state.pins for seq in seqs)
+    fate = "unpinned and retired" if pinned == len(seqs) else "retired" + ", the pinned unpinned" * (pinned > 0)
+    were, they = "was", "it is" if done else "it would be"
+    if len(seqs) > 1:
+        were, they = "were", "they are" if done else "they would be"
+    return f"job {state.job}: {named} {were} removed from the store by hand: {they} {fate}"

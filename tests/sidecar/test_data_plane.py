@@ -71,6 +71,7 @@ class Owner:
         return SidecarHttp(
             copies,
             inventory_after=nothing,
+            adopted=tuple,
             token="",
             stall_timeout_s=stall_timeout_s,
             use_deadline_s=use_deadline_s,

@@ -42,7 +42,9 @@ async def served(
         ended=lambda _: None,
         acked=lambda *_: None,
     )
-    sidecar = SidecarHttp(copies, inventory_after=no_inventory, token="", stall_timeout_s=5.0, use_deadline_s=5.0)
+    sidecar = SidecarHttp(
+        copies, inventory_after=no_inventory, adopted=tuple, token="", stall_timeout_s=5.0, use_deadline_s=5.0
+    )
     async with TestServer(sidecar.application()) as server, aiohttp.ClientSession() as session:
         peers = HttpPeers(session, node="a", token="", stall_timeout_s=stall_timeout_s)
         yield peers, str(server.make_url("/v1/copies/1a/1/0?tier=memory"))

@@ -157,7 +157,9 @@ def _serving(path: Path, view: memoryview) -> SidecarHttp:
         ended=lambda _: None,
         acked=lambda *_: None,
     )
-    return SidecarHttp(copies, inventory_after=no_inventory, token="", stall_timeout_s=60.0, use_deadline_s=600.0)
+    return SidecarHttp(
+        copies, inventory_after=no_inventory, adopted=tuple, token="", stall_timeout_s=60.0, use_deadline_s=600.0
+    )
 
 
 async def _pulled(path: Path, view: memoryview, into: memoryview) -> None:
