@@ -32,3 +32,4 @@ async def test_a_thousand_steps_leave_no_more_indexes_than_a_few_do() -> None:
         await threaded.create_manifest(Key(f"j/manifest-{step}"), b"{}")
         sizes.append(threaded._bodies._bytes)
     assert max(sizes) <= (KEPT_TURNS + 1) * 6000
+    assert min(sizes[KEPT_TURNS:]) >= KEPT_TURNS * 6000, "those of the last steps are there"

@@ -57,25 +57,36 @@ def test_what_decides_nothing_about_it_may_come_first(record: Record) -> None:
     assert log.state.readies[head].step == 30
 
 
+RESTS_ON = "has changed what it rests on"
+
+
 @pytest.mark.parametrize(
-    "record",
+    ("record", "reason"),
     [
-        Retire(seqs=(4,)),
-        Taint(attempt=1, from_step=35, to_step=35, reason="its source"),
-        job(spec="5c" * 32),
-        attempt(2, held=Held(attempt_uid=uid(1), step=34), from_step=34),
+        (Retire(seqs=(4,)), RESTS_ON),
+        (Taint(attempt=1, from_step=35, to_step=35, reason="its source"), "is tainted"),
+        (job(spec="5c" * 32), "its spec is not the job's"),
+        (attempt(2, held=Held(attempt_uid=uid(1), step=34), from_step=34), "attempt 2, expected 3"),
     ],
-    ids=lambda record: type(record).__name__,
+    ids=["Retire", "Taint", "Job", "Attempt"],
 )
-def test_what_decides_about_it_fences_it_off(record: Record) -> None:
+def test_what_decides_about_it_fences_it_off(record: Record, reason: str) -> None:
     log = log_of_two()
     log.add(Unpin(seq=4))
-    decided_at = log.state.n
+    late = delayed(2, decided_at=log.state.n)
+    assert why_not(log.state, late) is None
     if isinstance(record, Job):
         record = msgspec.structs.replace(record, replaces=SPEC)
     log.add(record)
-    number = log.state.attempt_number + 1
-    assert why_not(log.state, delayed(number, decided_at=decided_at)) is not None
+    assert reason in str(why_not(log.state, late))
+
+
+def test_another_attempt_that_was_opened_meanwhile_fences_off_one_after_it() -> None:
+    log = log_of_two()
+    decided_at = log.state.n
+    log.add(attempt(2, held=Held(attempt_uid=uid(1), step=35), from_step=35))
+    assert RESTS_ON in str(why_not(log.state, delayed(3, decided_at=decided_at)))
+    assert why_not(log.state, delayed(3, decided_at=log.state.n)) is None
 
 
 def test_a_taint_of_an_earlier_attempt_fences_it_off() -> None:

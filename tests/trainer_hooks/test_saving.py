@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +13,7 @@ from tests.support.tiny_trainer import Tiny, load, open_image, tiny
 
 from toprope.trainer_hooks import Checkpointer, HookError, RestoreError, SidecarUnavailableError, UsageError
 from toprope.trainer_hooks.link import wire
+from toprope.trainer_hooks.link.session import Session
 from toprope.trainer_hooks.link.slot import SlotState, read_page
 from toprope.trainer_hooks.save.ending import Level, reaches
 
@@ -44,6 +44,15 @@ def begun(sidecar: FakeSidecar, trainer: Tiny, **more: object) -> Checkpointer:
     with session._news:
         assert session._news.wait_for(lambda: len(session.slots._free) == sidecar.slot_count, 20)
     return checkpointer
+
+
+def tell(sidecar: FakeSidecar, session: Session, frame: wire.Desired) -> None:
+    """Send DESIRED to everyone, and wait until a hook has heard it."""
+    with sidecar._mutex:
+        for peer in sidecar._peers:
+            sidecar._send(peer, frame)
+    with session._news:
+        assert session._news.wait_for(lambda: session.desired == frame, 20)
 
 
 @pytest.mark.parametrize(
@@ -306,11 +315,7 @@ def test_a_trainer_whose_slots_do_not_fit_says_so_with_what_the_sidecar_says(
         ready_step=0,
         no_slots="300 bytes of memory needed, 20 bytes free",
     )
-    with sidecar._mutex:
-        for peer in sidecar._peers:
-            sidecar._send(peer, frame)
-    while session.desired != frame:
-        threading.Event().wait(0.005)
+    tell(sidecar, session, frame)
     for step in (1, 2):
         trainer.step()
         checkpointer.end_step(step)
@@ -318,31 +323,37 @@ def test_a_trainer_whose_slots_do_not_fit_says_so_with_what_the_sidecar_says(
     assert "300 bytes of memory needed, 20 bytes free" in caplog.text
 
 
-@pytest.mark.parametrize("strict", [False, True])
-def test_a_tier_that_fails_is_an_error_with_strict_alone(sidecar: FakeSidecar, *, strict: bool) -> None:
-    trainer = tiny()
-    checkpointer = Checkpointer(job="j", socket=sidecar.socket_path, strict=strict, **trainer.named())
-    checkpointer.restore()
-    assert checkpointer._saver is not None
-    session, uid = checkpointer._session, checkpointer._saver._attempt.uid
+def say_that_a_tier_fails(sidecar: FakeSidecar, checkpointer: Checkpointer) -> None:
+    session, saver = checkpointer._session, checkpointer._saver
     assert session is not None
+    assert saver is not None
     frame = wire.Desired(
         attempt=1,
-        attempt_uid=uid,
-        schedule=wire.Schedule(from_step=0, every=100),
+        attempt_uid=saver._attempt.uid,
+        schedule=wire.Schedule(from_step=0, every=1),
         protected_step=0,
         ready_step=0,
         trouble="the object tier fails: 500 InternalError",
     )
-    with sidecar._mutex:
-        for peer in sidecar._peers:
-            sidecar._send(peer, frame)
-    while session.desired != frame:
-        threading.Event().wait(0.005)
+    tell(sidecar, session, frame)
+
+
+def test_a_tier_that_fails_is_an_error_with_strict(sidecar: FakeSidecar) -> None:
+    trainer = tiny()
+    checkpointer = Checkpointer(job="j", socket=sidecar.socket_path, strict=True, **trainer.named())
+    checkpointer.restore()
+    say_that_a_tier_fails(sidecar, checkpointer)
     trainer.step()
-    if strict:
-        with pytest.raises(HookError, match="not as safe as it should be: the object tier fails: 500 InternalError"):
-            checkpointer.end_step(1)
-    else:
+    with pytest.raises(HookError, match="not as safe as it should be: the object tier fails: 500 InternalError"):
         checkpointer.end_step(1)
+    checkpointer.close()
+
+
+def test_a_tier_that_fails_costs_no_snapshot_without_strict(sidecar: FakeSidecar) -> None:
+    trainer = tiny()
+    checkpointer = begun(sidecar, trainer)
+    say_that_a_tier_fails(sidecar, checkpointer)
+    trainer.step()
+    checkpointer.end_step(2)
+    assert (checkpointer.stats.snapshots, checkpointer.stats.snapshot_step) == (1, 2)
     checkpointer.close()
