@@ -230,7 +230,10 @@ def asked_for(cluster: Cluster, ranks: list[int]) -> OpenAnswer:
 def test_two_runs_with_one_disk_and_one_store_never_go_on_from_each_other(
     tmp_path: Path, fork_server: ForkServer, services: ForkedServices, reference: Reference, other: str
 ) -> None:
-    """Of two names each goes on from its own; of one name the second is kept off the disks and told by whom."""
+    """Of two names each goes on from its own.
+
+    Of one name the second is kept off the disks and told by whom, and where the first is dead both numbers of ranks.
+    """
     same = other == JOB
     with ExitStack() as stack:
         first = stack.enter_context(running_cluster(tmp_path / "a", job=JOB, cadences=EVERY, launch=services))
@@ -253,6 +256,8 @@ def test_two_runs_with_one_disk_and_one_store_never_go_on_from_each_other(
         for job in (b, a):
             kill_all(job)
         blows = [a.newest_step(), b.newest_step()]
+        if same:
+            assert_told_of_the_other_number_of_ranks(b)
         bring_back(first)
         a.ranks.start()
         a.train_to(blows[0] + 1)
@@ -274,6 +279,8 @@ def test_two_runs_with_one_disk_and_one_store_never_go_on_from_each_other(
 
 def assert_kept_out(cluster: Cluster) -> None:
     """Each sidecar ends and names who is there already, so no rank can begin; the coordinator leads nothing."""
+    log = cluster.log("coordinator")
+    known = len(log.read_text()) if log.exists() else 0
     cluster.start_broker()
     cluster.start_coordinator()
     for name, node in cluster.nodes.items():
@@ -283,7 +290,25 @@ def assert_kept_out(cluster: Cluster) -> None:
         assert node.sidecar is not None
         assert node.sidecar.status() == UsageError.exit_status
         node.sidecar = None
-    assert "elected" not in cluster.log("coordinator").read_text()
+    assert "elected" not in log.read_text()[known:]
+
+
+def assert_told_of_the_other_number_of_ranks(job: Job) -> None:
+    """Ranks that find what others of their job's name have left are refused it, and train and save nothing."""
+    cluster = job.cluster
+    kept = read_log(open_store(cluster.root), cluster.job).readies
+    bring_back(cluster)
+    job.ranks.start()
+    wait_until(lambda: len(job.ranks.statuses()) == 2, what="both are refused", timeout_s=60)
+    assert 0 not in job.ranks.statuses().values()
+    for rank in (0, 1):
+        said = job.ranks.log(rank).read_text()
+        assert "its position among 4 ranks is in the checkpoint, and here are 2" in said, said
+    assert begun(job.ranks.out) == set()
+    kill_all(job)
+    state = read_log(open_store(cluster.root), cluster.job)
+    assert kept.keys() <= state.readies.keys()
+    assert {ready.attempt for ready in state.readies.values()} == {1}, "of the first run's attempt alone"
 
 
 def bring_back(cluster: Cluster) -> None:
