@@ -44,7 +44,7 @@ def declare(urls: Sequence[str], node: str, *, token: str) -> None:
     """Tell the coordinator that leads, or the one that it points to.
 
     Raises:
-        UsageError: the token is wrong.
+        UsageError: the token is wrong, or there is no such node.
         UnavailableError: none that leads answers.
     """
     failures: list[str] = []
@@ -60,6 +60,8 @@ def declare(urls: Sequence[str], node: str, *, token: str) -> None:
             return
         if status == http.HTTPStatus.UNAUTHORIZED:
             raise UsageError(f"the coordinator at {url} wants its token: give --token-file")
+        if status == http.HTTPStatus.NOT_FOUND:
+            raise UsageError(f"the coordinator at {url}: {body[:2000].decode(errors='replace').strip()}")
         failures.append(f"the coordinator at {url} answered {status}: {body[:200].decode(errors='replace').strip()}")
         if leader and leader not in (*urls, *waiting):
             waiting.append(leader)

@@ -228,8 +228,7 @@ class Core:
         after = self.log_view.state
         effects: list[Effect] = []
         for uid in sorted(set(self.outage.fenced) - fenced):
-            text = f"attempt uid {uid[:8]}, opened without the log, is over, and what it saved is lost"
-            effects += self._say("error", f"fenced {uid}", f"{text}: {self.outage.fenced[uid]}")
+            effects += self._say("error", f"fenced {uid}", self.outage.fate(uid))
             effects += self.requests.fenced(pending[uid].record) if uid in pending else []
         if after.writer_id == self._writer_id:
             self.term = after.term  # a new one, if a command was elected in between
@@ -254,6 +253,12 @@ class Core:
     def held_up(self) -> bool:
         """Say whether there is, or may be, an attempt that must come into the log before all else."""
         return self.outage.holds_up(self.logged, self.roll.nodes)
+
+    def known_nodes(self) -> tuple[str, ...]:
+        """Return the names of the nodes that were heard, or that the current attempt was placed on."""
+        facts = self.log_view.facts
+        placed = {one.node for one in facts.world} if facts is not None else set()
+        return tuple(sorted(placed | {*self.roll.nodes}))
 
     def _declared(self, name: str) -> list[Effect]:
         """Take in that a node is dead: the life of it that the current attempt was placed on."""

@@ -29,7 +29,7 @@ class Metrics:
             "toprope_attempts_entered_total", "Attempts, opened without the log, that this coordinator put into it"
         )
         self.attempts_fenced = self._gauge(
-            "toprope_attempts_fenced", "Attempts, opened without the log, that it could not take in this reign"
+            "toprope_attempts_fenced", "Attempts, decided without the log, that can't come into it, by this reign"
         )
         self.attempts_opened = self._counter("toprope_attempts_opened_total", "Attempts that this coordinator opened")
         self.steps_ready = self._counter("toprope_steps_ready_total", "Steps that this coordinator made READY")

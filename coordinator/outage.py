@@ -26,10 +26,12 @@ from toprope.store.log.records import Attempt
 class Outage:
     """What is known of attempts that are not in the log. ``proceeds``: attempts may be opened without it.
 
-    ``away_since_s``: since when the log could not be reached (None: it can). ``unsure``: an attempt that was being
-    appended may land there yet. ``pending``: the attempts that are not in the log, by uid, opened or proposed;
-    ``opened`` those that all have adopted. ``fenced``: those that the log can't take, each with the reason. ``dead``:
-    the boot ids of nodes that an operator has declared dead. ``adopted``: by node the attempts that it has adopted.
+    ``away_since_s``: since when the log could not be reached (None: it can). ``why``: the reason (empty: it can).
+    ``unsure``: an attempt that was being appended may land there yet. ``pending``: the attempts that are not in the
+    log, by uid, opened or proposed; ``opened`` those that all have adopted. ``fenced``: those that the log can't take,
+    each with the reason. ``dead``: the boot ids of nodes that an operator has declared dead. ``entering``: one of
+    ``pending`` is being appended, and what came of it is not known yet. ``learning``: the nodes that were asked since
+    the last tick for what they have adopted. ``adopted``: by node the attempts that it has adopted.
     """
 
     proceeds: bool
@@ -73,6 +75,11 @@ class Outage:
         self.fenced.update(fenced)
         self.pending = {uid: one for uid, one in self.pending.items() if uid not in fenced}
         return outlook(logged, [one for one in self._in_order() if one.uid in self.opened]).view
+
+    def fate(self, uid: str) -> str:
+        """Return what to say of an attempt that is fenced off, opened or only proposed."""
+        why = self.fenced[uid]
+        return f"attempt uid {uid[:8]}, decided without the log, can't come into it: anything it saved is lost: {why}"
 
     def _in_order(self) -> list[Provisional]:
         """Return the pending ones by number; of one number what was opened, then what more nodes have adopted."""
@@ -176,8 +183,9 @@ class Outage:
         silent = [name for name in concerned(facts.world, request.world, self.dead) if name not in there]
         if silent:
             return (
-                f"node {silent[0]} of attempt {known.log_view.state.attempt_number} does not answer, and may be in "
-                f"another attempt by now; if it is dead, say so: ckpt declare-dead {silent[0]}"
+                f"these nodes of attempt {known.log_view.state.attempt_number} do not answer, and may be in another "
+                f"attempt by now: {', '.join(silent)}; of each that is off, say so: "
+                f"ckpt declare-dead NODE --coordinator URL"
             )
         return ""
 

@@ -181,7 +181,18 @@ class Coordinator:
         return ChangeAnswer(seq=done.seq)
 
     def declare_dead(self, node: str) -> None:
-        """Take in that a person says that a node is dead."""
+        """Take in that a person says that a node is dead.
+
+        Raises:
+            UsageError: there is no such node.
+            UnavailableError: this coordinator can't take it in: it reads the log yet, or leads no more.
+        """
+        if self.core is None:
+            raise UnavailableError("the coordinator is still reading the log")
+        if self._over:
+            raise UnavailableError("this coordinator leads no more; ask again")
+        if node not in (known := self.core.known_nodes()):
+            raise UsageError(f"there is no node {node} in this job; there are: {', '.join(known) or 'none yet'}")
         self._post(Declared(node=node, now_s=_now_s()))
 
     async def open(self, request: OpenRequest) -> OpenAnswer:

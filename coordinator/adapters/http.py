@@ -26,7 +26,7 @@ from toprope.coordinator.wire import (
     decode,
     encode,
 )
-from toprope.store.errors import CkptError, UsageError
+from toprope.store.errors import CkptError, UnavailableError, UsageError
 from toprope.store.keep.changes import ChangeAnswer, ChangeRequest
 from toprope.store.keep.changes import decode as decode_change
 from toprope.store.names import checked_id
@@ -63,7 +63,12 @@ class Service(Protocol):
         """
 
     def declare_dead(self, node: str) -> None:
-        """Take in that a person says that a node is dead."""
+        """Take in that a person says that a node is dead.
+
+        Raises:
+            UsageError: there is no such node.
+            UnavailableError: it can't be taken in now.
+        """
 
     async def open(self, request: OpenRequest) -> OpenAnswer:
         """Return the attempt for a launch, or why there is none."""
@@ -148,7 +153,12 @@ class _Routes:
             node = checked_id(request.match_info["node"], what="node")
         except UsageError as error:
             raise web.HTTPBadRequest(text=f"{error}\n") from error
-        self._service.declare_dead(node)
+        try:
+            self._service.declare_dead(node)
+        except UsageError as error:
+            raise web.HTTPNotFound(text=f"{error}\n") from error
+        except UnavailableError as error:
+            raise web.HTTPServiceUnavailable(text=f"{error}\n") from error
         return web.Response(status=204)
 
     async def get_desired(self, request: web.Request) -> web.Response:

@@ -68,7 +68,7 @@ GROUPS: dict[str, dict[str, Program]] = {
     "Run a job's services": {
         "up": Program(module="toprope.coordinator.cli", purpose="start all that one machine needs"),
         "status": Program(module="toprope.coordinator.cli", purpose="say what is safe where"),
-        "declare-dead": Program(module="toprope.coordinator.cli_declare", purpose="say that a node is off for good"),
+        "declare-dead": Program(module="toprope.coordinator.cli_declare", purpose="say that a node is off"),
         "coordinator": Program(module="toprope.coordinator.cli", purpose="run the coordinator of a job"),
         "sidecar": Program(module="toprope.sidecar.cli", purpose="run the sidecar of a node"),
     },

@@ -5,17 +5,23 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
+from tests.coordinator.test_changes import TOKEN, reigning
 from tests.sidecar.test_adoptions import proposal
+from tests.support.reigns import FakeNode
+from tests.support.stores import small_store
 
 from toprope.__main__ import main
 from toprope.coordinator.adapters.nodes import HttpNodes, session
 from toprope.coordinator.cli_declare import declare
+from toprope.coordinator.performer import Coordinator
 from toprope.coordinator.wire import LEADER_HEADER, Adoptions, encode
 from toprope.store.errors import UnavailableError, UsageError
+from toprope.store.objects.directory import DirectoryStore
 
 
 @asynccontextmanager
@@ -59,6 +65,41 @@ async def test_without_the_token_it_is_wrong_use() -> None:
     async with coordinator(status=401) as (url, _):
         with pytest.raises(UsageError, match="--token-file"):
             await told(url)
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """Return the store of a job that was placed on n0 and n1."""
+    small_store(DirectoryStore(tmp_path), steps=(10,))
+    (tmp_path / "token").write_text(TOKEN)
+    return tmp_path
+
+
+async def test_a_coordinator_takes_a_node_for_dead_that_it_knows_and_names_those_for_another(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async with reigning(root, token=TOKEN) as live:
+        core, reign = live.core, live.coordinator.reign
+        assert core is not None
+        assert reign is not None
+        live.coordinator.heard(FakeNode(name="spare", job_uid=core.log_view.state.job_uid).say())
+        words = ("--coordinator", live.url, "--token-file", root / "token")
+        assert await live.ckpt("declare-dead", "n2", *words) == 64
+        assert "there is no node n2 in this job; there are: n0, n1, spare" in capsys.readouterr().err
+        assert core.outage.dead == {}
+        assert await live.ckpt("declare-dead", "n1", *words) == 0
+        assert await live.ckpt("declare-dead", "spare", *words) == 0
+        assert core.outage.dead == {"n1": f"{1:032x}", "spare": ""}
+        capsys.readouterr()
+        reign._over = True
+        assert await live.ckpt("declare-dead", "n0", *words) == 4
+        told = capsys.readouterr()
+        assert ("leads no more; ask again" in told.err, told.out) == (True, "")
+        assert "n0" not in core.outage.dead
+        live.coordinator.reign = Coordinator(reign.config, metrics=reign.metrics)
+        assert await live.ckpt("declare-dead", "n0", *words) == 4
+        assert "is still reading the log" in capsys.readouterr().err
+        live.coordinator.reign = reign
 
 
 def test_a_name_that_is_none_and_no_coordinator_are_wrong_use(capsys: pytest.CaptureFixture[str]) -> None:

@@ -176,8 +176,15 @@ def test_one_whose_source_was_tainted_meanwhile_is_fenced_off(record: Record, wh
     assert reign.desired.fenced == (view.uid,)
     assert reign.desired.attempt is not None
     assert reign.desired.attempt.number == 1
-    assert any(why in said.text and "is lost" in said.text for said in reign.said if said.level == "error")
-    assert any("is lost" in alarm for alarm in overview(reign.core, broker="none", now_s=1.0).alarms)
+    assert any(
+        why in said.text and "can't come into it: anything it saved is lost" in said.text
+        for said in reign.said
+        if said.level == "error"
+    )
+    assert any(
+        "can't come into it: anything it saved is lost" in alarm
+        for alarm in overview(reign.core, broker="none", now_s=1.0).alarms
+    )
 
 
 def test_one_whose_number_was_taken_in_the_log_is_fenced_off_and_the_log_is_followed() -> None:
@@ -309,11 +316,21 @@ def test_a_node_that_does_not_answer_must_be_declared_dead() -> None:
     reign.hold(6, tiers=("peer",))
     reign.lose("b")
     text = waits(reign.ask("a", "c", launch_id=AGAIN))
-    assert "ckpt declare-dead b" in text
+    assert "do not answer, and may be in another attempt by now: b; of each that is off" in text
+    assert "ckpt declare-dead NODE --coordinator URL" in text
     reign.do(Declared(node="b", now_s=reign.now_s))
     assert reign.ask("a", "c", launch_id=AGAIN) is None
     reign.adopt("a", "c")
     assert reign.answers[reign.requests].attempt is not None
+
+
+def test_all_nodes_that_do_not_answer_are_named_at_once() -> None:
+    reign = away()
+    for name in "cd":
+        reign.node(name)
+    for name in "ab":
+        reign.lose(name)
+    assert "do not answer, and may be in another attempt by now: a, b;" in waits(reign.ask("c", "d", launch_id=AGAIN))
 
 
 def test_a_node_that_is_there_again_with_other_memory_need_not_be_declared_dead() -> None:
