@@ -46,7 +46,7 @@ pytest: $(STAMP) ## the tests alone; PYTEST_ARGS="tests/store -k log" for some o
 test-long: $(STAMP) ## what takes longer; goes on where it stopped, records its results in docs/results/
 	python scripts/test_long.py
 
-scenarios: $(STAMP) ## break a job in each way that chaos/scenarios has, and write down what came of it (half an hour)
+scenarios: $(STAMP) ## break a job in each way that chaos/scenarios has, and write down what came of it (a quarter of an hour)
 	python scripts/scenarios.py
 
 bench: $(STAMP) ## how long saving blocks, until protected, restore: as ratios to plain copies, and beside others' ways

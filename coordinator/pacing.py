@@ -10,13 +10,16 @@ from bisect import bisect_right
 from collections.abc import Sequence
 
 SHARE = 0.1
+"""Deciding anew takes at most this part of the time, unless news would wait for it longer than ``WAIT_S_MAX``."""
 WAIT_S_MAX = 0.5
 REPORTS_PER_S = 2048
 """So many inventories can be read, with time left to think of them."""
 AT_ONCE_NODES = 128
 """So few nodes never wait: they don't all have something to say at once."""
 SILENT_ROUNDS = 10
+"""Beside ``silence_s``, a node may say nothing for so many times ``report_every_s`` before it is asked."""
 PROBES_MAX = 64
+"""So many silent nodes are asked at once at most; if there are more, the next ones ``PROBE_EVERY_S`` later."""
 PROBE_EVERY_S = 0.5
 
 

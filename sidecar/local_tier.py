@@ -2,6 +2,9 @@
 
 Data first: ``tmp.<nonce>``, synced, renamed, directory synced; then the receipt the same way. A crash leaves temporary
 files, or data without a receipt, which is not listed: the next start removes both. All calls block.
+
+Two other kinds of file lie in the directory and are none of the tier's: ``sidecar.lock`` (``directories``) and
+``adopted-<attempt>.json`` (``adoptions``).
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
     <memory-dir>/boot_id                        names this memory
     <memory-dir>/<job>/slots/rank-<r>/slot-<n>.{data,page,lock}
     <memory-dir>/<job>/peer/rank-<r>-spare-<n>.{data,page}
-    <memory-dir>/<job>/stage/<attempt uid>-rank-<r>.data
+    <memory-dir>/<job>/stage/<attempt uid>-rank-<r>-<part>.data
 """
 
 from __future__ import annotations
