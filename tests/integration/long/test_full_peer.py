@@ -27,7 +27,6 @@ def protected(cluster: Cluster) -> int:
     return 0 if desired is None else desired.protected_step
 
 
-@pytest.mark.fault("B132")
 def test_a_peer_that_is_full_takes_no_byte_and_another_one_holds_the_copies(
     tmp_path: Path, fork_server: ForkServer, services: ForkedServices
 ) -> None:

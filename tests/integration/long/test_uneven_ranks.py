@@ -85,7 +85,6 @@ def test_a_rank_that_can_not_keep_a_value_costs_that_step_and_no_rank_waits(
         assert "extra.odd" in world.log(3).read_text(), "the value is named"
 
 
-@pytest.mark.fault("B103")
 def test_steps_that_only_some_ranks_save_are_given_up_and_who_has_not_is_listed(
     tmp_path: Path, fork_server: ForkServer, services: ForkedServices
 ) -> None:
@@ -108,7 +107,6 @@ def told(cluster: Cluster) -> str:
     return (get(cluster.coordinator_url, "/v1/status") or b"").decode()
 
 
-@pytest.mark.fault("B105")
 def test_ranks_that_start_apart_before_their_sidecars_all_come_to_the_end(
     tmp_path: Path, fork_server: ForkServer, services: ForkedServices
 ) -> None:
