@@ -43,6 +43,8 @@ def main() -> None:
     child._save_process.join()
     try:
         saved(2)
+    except TimeoutError:  # an OSError too, and not a word of what went wrong
+        raise
     except (RuntimeError, OSError) as error:
         sys.stdout.write(f"told: {error}\n")
         sys.stdout.flush()

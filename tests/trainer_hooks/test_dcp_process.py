@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -32,7 +33,7 @@ def test_a_saving_process_that_dies_alone_leaves_no_lock_and_its_trainer_is_told
             assert trainer.poll() is None
             trainer.communicate(timeout=60)
         left = [lock_holder(slot.lock) for slot in slots]
-    assert told.startswith("told: ")
+    assert re.match(r"told: .*(Checkpoint background process is dead|Broken pipe)", told)
     assert (1, 0) in sidecar.images, "the process has taken slots and saved"
     assert set(held) <= {None, trainer.pid}, "the trainer's last lock goes when it sees another process have one"
     assert (left, trainer.returncode) == ([None] * len(slots), 0)
