@@ -6,12 +6,14 @@
     ├── UsageError               64: wrong use; nothing was changed
     ├── UnavailableError          4: the store could not be reached, or did not say whether it wrote
     │   ├── NoStoreError             the store answered: it is not there, or not for us
-    │   └── ThrottledError           the store is busy and wants to be asked again later
+    │   ├── ThrottledError           the store is busy and wants to be asked again later
+    │   └── UnseenDirectoryError     another machine has just made it, and it is not to be seen here yet
     ├── NothingToVerifyError      3: there is no checkpoint there
     ├── FencedError               1: a later term has been elected; this writer may append nothing more
     └── StoreError                2: what the store holds is wrong
         ├── AlreadyExistsError       create() lost: the key has an object
         ├── MissingObjectError       no object of that key
+        │   └── UnseenObjectError     4: not to be seen on a file system of the network: not yet, or it was removed
         ├── CorruptObjectError       an object whose bytes are not those that were written
         └── LogCorruptError          LOG_CORRUPT: a log record that is damaged or illegal
 
@@ -49,6 +51,10 @@ class ThrottledError(UnavailableError):
     """The store is busy and wants to be asked again later."""
 
 
+class UnseenDirectoryError(UnavailableError):
+    """A directory that another machine has just made is not to be seen here yet; nothing was written."""
+
+
 class NothingToVerifyError(CkptError):
     """There is no checkpoint where one was asked for."""
 
@@ -71,6 +77,12 @@ class AlreadyExistsError(StoreError):
 
 class MissingObjectError(StoreError):
     """There is no object of that key."""
+
+
+class UnseenObjectError(MissingObjectError):
+    """It is not to be seen here, however often it was looked for: it may be there for others, or have been removed."""
+
+    exit_status: ClassVar[int] = 4
 
 
 class CorruptObjectError(StoreError):

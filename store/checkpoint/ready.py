@@ -35,7 +35,7 @@ from toprope.store.checkpoint.shard import (
     parse_header,
 )
 from toprope.store.digest import Hasher, digest_of_object
-from toprope.store.errors import CkptError, CorruptObjectError, MissingObjectError
+from toprope.store.errors import CkptError, CorruptObjectError, MissingObjectError, UnseenObjectError
 from toprope.store.log.fold import JobState
 from toprope.store.names import Key, index_key, is_shard_key, manifest_key, shard_key
 from toprope.store.objects.protocol import ObjectStore
@@ -54,6 +54,8 @@ class Damage:
     tensor: str | None = None
     begin: int | None = None
     end: int | None = None
+    unseen: bool = False
+    """Whether all that is wrong is that it is not to be seen, on a file system that may show it later."""
 
     def __str__(self) -> str:
         where = [f"job {self.job}"]
@@ -151,7 +153,7 @@ def scan_shard(
     except (MissingObjectError, CorruptObjectError) as error:
         named = str(error).partition(": ")[0]
         number = next((at for at, file in enumerate(index.files) if file.key == named), scan.part.file)
-        yield damage_in(index, job, str(error), scan.part if scan.part.file == number else None, number=number)
+        yield damage_in(index, job, error, scan.part if scan.part.file == number else None, number=number)
         return
     yield from scan.damages()
 
@@ -162,7 +164,7 @@ def length_damage(store: ObjectStore, index: Index, file: File, *, job: str) -> 
     try:
         size = store.size(Key(file.key))
     except (MissingObjectError, CorruptObjectError) as error:
-        yield damage_in(index, job, str(error), number=number)
+        yield damage_in(index, job, error, number=number)
         return
     if size != file.stored_bytes:
         yield length_damaged(index, file, size, job=job)
@@ -184,7 +186,7 @@ def scan_object(store: ObjectStore, index: Index, file: File, *, job: str) -> It
     try:
         found = digest_of_object(store, Key(file.key))
     except (MissingObjectError, CorruptObjectError) as error:
-        yield damage_in(index, job, str(error), number=number)
+        yield damage_in(index, job, error, number=number)
         return
     if found != file.stored_digest:
         what = f"outside of the tensors that this step needs: digest {found}, expected {file.stored_digest}"
@@ -195,7 +197,8 @@ def damage_of(error: CkptError, state: JobState, *, seq: int, rank: int | None =
     """Return what an error in reading a manifest or an index means for READY ``seq``."""
     ready = state.readies[seq]
     key, _, what = str(error).partition(": ")
-    return Damage(job=state.job, key=key, what=what, step=ready.step, attempt=ready.attempt, rank=rank)
+    unseen = isinstance(error, UnseenObjectError)
+    return Damage(job=state.job, key=key, what=what, step=ready.step, attempt=ready.attempt, rank=rank, unseen=unseen)
 
 
 class _Scan:
@@ -346,7 +349,7 @@ def _index_key(manifest: Manifest, shard: Shard) -> Key:
 def damage_in(  # noqa: PLR0913 - what a damage consists of
     index: Index,
     job: str,
-    what: str,
+    what: str | CkptError,
     part: Head | Tensor | None = None,
     *,
     number: int = 0,
@@ -360,7 +363,8 @@ def damage_in(  # noqa: PLR0913 - what a damage consists of
     return Damage(
         job=job,
         key=key,
-        what=what.removeprefix(f"{key}: "),
+        what=str(what).removeprefix(f"{key}: "),
+        unseen=isinstance(what, UnseenObjectError),
         step=index.step,
         attempt=index.attempt,
         rank=index.rank,

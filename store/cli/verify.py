@@ -76,7 +76,8 @@ def verify(  # noqa: PLR0913 - one for each option
     did not read. --deep also checks that the pieces of all ranks make up whole tensors.
 
     Exit status: 0 all is as it was written; 2 something is damaged; 3 there is nothing to verify, or a job has objects
-    and no log to verify them by; 4 the store can't be reached.
+    and no log to verify them by; 4 the store can't be reached, or nothing is wrong but that a file system of the
+    network does not show all of it: not yet, or it was removed.
     """
     if sample is not None and deep is not None:
         raise UsageError("--deep reads everything: leave out --sample")
@@ -97,7 +98,7 @@ def verify(  # noqa: PLR0913 - one for each option
             of_job = verify_facts(watched, state)
             facts += of_job
             if of_job and not as_json:
-                put(f"{'DAMAGED':<8} job {state.job}, facts")
+                put(f"{_word(of_job):<8} job {state.job}, facts")
                 _print_damages(of_job)
             for seq in seqs:
                 one = _verified(watched, state, seq, part, deep)
@@ -113,7 +114,8 @@ def verify(  # noqa: PLR0913 - one for each option
         print_json({"ok": good and not names.without_log, **told, "without_log": names.without_log})
     else:
         say(_verdict(facts, found))
-    return 2 if not good else 3 if names.without_log else 0
+    bad = 4 if _is_unseen(facts, found) else 2
+    return bad if not good else 3 if names.without_log else 0
 
 
 def _names(store: ObjectStore, root: str, job: str | None) -> JobNames:
@@ -163,8 +165,9 @@ def _verified(store: ObjectStore, state: JobState, seq: int, part: Sample | None
 
 def _print_found(found: _Found, deep: int | None) -> None:
     report = found.report
+    word = "ok" if found.is_good else "DAMAGED" if found.untiled else _word(report.damages)
     put(
-        f"{'ok' if found.is_good else 'DAMAGED':<8} job {report.job}, step {report.step}: {report.world} ranks, "
+        f"{word:<8} job {report.job}, step {report.step}: {report.world} ranks, "
         f"{size_text(report.bytes)} (READY {report.seq}, attempt {report.attempt})"
     )
     _print_damages(report.damages)
@@ -185,6 +188,15 @@ def _own(found: _Found) -> str:
     return f"; each rank's own, so not to be cut: {names}"
 
 
+def _word(damages: Iterable[Damage]) -> str:
+    return "UNSEEN" if all(damage.unseen for damage in damages) else "DAMAGED"
+
+
+def _is_unseen(facts: list[Damage], found: list[_Found]) -> bool:
+    """Whether of all that is wrong nothing is more than not to be seen."""
+    return all(damage.unseen for damage in _damages(facts, found)) and not any(one.untiled for one in found)
+
+
 def _print_damages(damages: Iterable[Damage]) -> None:
     for damage in damages:
         put(f"  {damage}")
@@ -198,7 +210,8 @@ def _verdict(facts: list[Damage], found: list[_Found]) -> str:
         return f"{'all that was read is good' if is_part else 'all good'}: {checkpoints}, {size_text(total)} read"
     number = len(_damages(facts, found)) + sum(len(one.untiled) for one in found)
     bad = sum(not one.is_good for one in found)
-    return f"DAMAGED: {number} finding{'s' * (number != 1)}, {bad} of {checkpoints}"
+    word = "NOT VISIBLE YET, OR REMOVED" if _is_unseen(facts, found) else "DAMAGED"
+    return f"{word}: {number} finding{'s' * (number != 1)}, {bad} of {checkpoints}"
 
 
 def _damages(facts: list[Damage], found: list[_Found]) -> list[Damage]:

@@ -11,7 +11,7 @@ from itertools import islice
 
 from toprope.store.checkpoint.manifest import Index, sha256
 from toprope.store.checkpoint.ready import Damage, damage_of, read_index, read_manifest, scan_object, scan_shard
-from toprope.store.errors import CorruptObjectError, MissingObjectError, NothingToVerifyError
+from toprope.store.errors import CorruptObjectError, MissingObjectError, NothingToVerifyError, UnseenObjectError
 from toprope.store.log.fold import JobState
 from toprope.store.names import facts_key, manifest_key
 from toprope.store.objects.protocol import ObjectStore
@@ -81,7 +81,12 @@ def _first(damages: Iterator[Damage], state: JobState, seq: int) -> tuple[Damage
     ready = state.readies[seq]
     key = manifest_key(state.job, attempt=ready.attempt, step=ready.step, sha256=ready.manifest_sha256)
     more = Damage(
-        job=state.job, key=key, what="there is more, which was not read", step=ready.step, attempt=ready.attempt
+        job=state.job,
+        key=key,
+        what="there is more, which was not read",
+        step=ready.step,
+        attempt=ready.attempt,
+        unseen=all(damage.unseen for damage in found),
     )
     return (*found, more)
 
@@ -124,7 +129,8 @@ def _fact_damage(store: ObjectStore, job: str, digest: str, what: str) -> Iterat
     try:
         found = sha256(store.read(key))
     except (CorruptObjectError, MissingObjectError) as error:
-        yield Damage(job=job, key=key, what=f"{what}: {str(error).removeprefix(f'{key}: ')}")
+        unseen = isinstance(error, UnseenObjectError)
+        yield Damage(job=job, key=key, what=f"{what}: {str(error).removeprefix(f'{key}: ')}", unseen=unseen)
         return
     if found != digest:
         yield Damage(job=job, key=key, what=f"{what}: SHA-256 is {found}, expected {digest}")

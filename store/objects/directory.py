@@ -23,6 +23,7 @@ from toprope.store.errors import (
     CorruptObjectError,
     MissingObjectError,
     UnavailableError,
+    UnseenDirectoryError,
     UsageError,
 )
 from toprope.store.names import Key, key_parts
@@ -226,7 +227,9 @@ class DirectoryStore:
             return os.open(path[-1], _WALK, dir_fd=parent)
         except FileNotFoundError as error:  # a file system of the network: another node has made it just now
             where = "/".join(path)
-            raise UnavailableError(f"{where}: the directory is not visible yet in {self.root}; try again") from error
+            raise UnseenDirectoryError(
+                f"{where}: the directory is not visible yet in {self.root}; try again"
+            ) from error
 
     def _make(self, parent: int, path: tuple[str, ...]) -> None:
         with contextlib.suppress(FileExistsError):

@@ -2,7 +2,8 @@
 
 NFS and its like keep names and lengths of files for up to a minute: an object that another node has just written is
 missing here, or empty. So an object that something names, and that must be there, is looked for again, its directory
-read anew each time. That has a bound for all objects together: after it what is missing is missing.
+read anew each time; and so is a directory that another node made at the moment when we wanted to. That has a bound for
+all of them together: after it what is not to be seen is said to be so, which is not the same as damaged.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from itertools import chain, repeat
 from pathlib import Path
 from typing import TypeVar
 
-from toprope.store.errors import CorruptObjectError, MissingObjectError
+from toprope.store.errors import CorruptObjectError, MissingObjectError, UnseenDirectoryError, UnseenObjectError
 from toprope.store.names import Key, is_named
 from toprope.store.objects.protocol import ObjectStore
 
@@ -53,8 +54,14 @@ class PatientStore:
         return f"PatientStore({self._store!r})"
 
     def create(self, key: Key, body: bytes | memoryview) -> None:
-        """Write a new object."""
-        self._store.create(key, body)
+        """Write a new object, as soon as its directory is seen: until then nothing of it is written."""
+        for waited in self._looks(key):
+            try:
+                self._store.create(key, body)
+            except UnseenDirectoryError:
+                continue
+            return self._seen(waited=waited)
+        raise UnseenDirectoryError(f"{key}: its directory is not visible yet: {self._looked_at()}; try again")
 
     def read(self, key: Key, *, start: int = 0, length: int | None = None, uncached: bool = False) -> bytes:
         """Return bytes of an object."""
@@ -80,30 +87,35 @@ class PatientStore:
         """Return what ``look`` returns, once the object is there and not empty, as no named one is.
 
         Raises:
-            MissingObjectError: it is not to be seen.
+            UnseenObjectError: it is not to be seen.
         """
         if not is_named(key):
             return look()
-        for delay_s in chain((0.0,), _LOOK_AGAIN_S, repeat(_LOOK_AGAIN_S[-1])):
-            if delay_s:
-                self._sleep(delay_s)
-                deque(self._store.list(f"{key.rpartition('/')[0]}/"), maxlen=0)  # so that names are fetched anew
+        for waited in self._looks(key):
             try:
                 found = look()
                 if found not in (0, b"") or not self._is_unseen(key):
-                    self._seen(waited=delay_s > 0)
+                    self._seen(waited=waited)
                     return found
             except MissingObjectError:
                 pass
             except CorruptObjectError:
                 if not self._is_unseen(key):
                     raise
+        raise UnseenObjectError(f"{key}: not visible yet, or removed: {self._looked_at()}")
+
+    def _looks(self, key: Key) -> Iterator[bool]:
+        """Yield for each look at ``key`` for which there is patience whether we have waited before it."""
+        yield False
+        for delay_s in chain(_LOOK_AGAIN_S, repeat(_LOOK_AGAIN_S[-1])):
             if not self._may_wait():
-                break
-        raise MissingObjectError(
-            f"{key}: not visible yet, or removed: this file system of the network was looked at again for "
-            f"{self._patience_s:.0f} s"
-        )
+                return
+            self._sleep(delay_s)
+            deque(self._store.list(f"{key.rpartition('/')[0]}/"), maxlen=0)  # so that names are fetched anew
+            yield True
+
+    def _looked_at(self) -> str:
+        return f"this file system of the network was looked at again for {self._patience_s:.0f} s"
 
     def _seen(self, *, waited: bool) -> None:
         if waited:

@@ -143,10 +143,12 @@ SERVICE_ERRORS = {
     "UnavailableError": 4,
     "NoStoreError": 4,
     "ThrottledError": 4,
+    "UnseenDirectoryError": 4,
     "NothingToVerifyError": 3,
     "StoreError": 2,
     "AlreadyExistsError": 2,
     "MissingObjectError": 2,
+    "UnseenObjectError": 4,
     "CorruptObjectError": 2,
     "LogCorruptError": 2,
 }

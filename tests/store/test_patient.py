@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,8 +12,15 @@ import pytest
 from tests.support.fake_store import FakeStore
 from tests.support.stores import shard_image, small_store
 
+from toprope.__main__ import main
 from toprope.store.conformance import ObjectStoreContract
-from toprope.store.errors import CorruptObjectError, MissingObjectError, UnavailableError
+from toprope.store.errors import (
+    CorruptObjectError,
+    MissingObjectError,
+    StoreError,
+    UnavailableError,
+    UnseenDirectoryError,
+)
 from toprope.store.log.chain import read_log
 from toprope.store.look.verify import verify_checkpoint
 from toprope.store.names import Key, is_named
@@ -44,18 +52,22 @@ class Clock:
 class OtherNode(DirectoryStore):
     """The directory as a node sees it that did not write there: for a while no new file, or one without its bytes.
 
-    What was looked for and not found is remembered as missing, until its directory is read again.
+    It may be ``only`` those with this in their names. What was looked for and not found is remembered as missing, until
+    its directory is read again.
     """
 
-    def __init__(self, root: Path, clock: Clock, *, lag_s: float = LAG_S, seen: str = "missing") -> None:
+    def __init__(
+        self, root: Path, clock: Clock, *, lag_s: float = LAG_S, seen: str = "missing", only: str = ""
+    ) -> None:
         super().__init__(root)
         self.clock = clock
         self.until_s = clock.at_s + lag_s
         self.seen = seen
+        self.only = only
         self.remembered: set[Key] = set()
 
     def hides(self, key: Key) -> bool:
-        if is_named(key) and self.clock.at_s < self.until_s:
+        if is_named(key) and self.only in key and self.clock.at_s < self.until_s:
             self.remembered.add(key)
         return key in self.remembered
 
@@ -122,6 +134,43 @@ def test_what_stays_unseen_is_said_to_be_so_within_a_bound_and_is_not_called_cor
     assert len(damages) == 2
     assert all("not visible yet, or removed" in damage.what for damage in damages)
     assert PATIENCE_S <= clock.at_s - 1000.0 < PATIENCE_S + LAG_S, "for all of them together"
+
+
+@pytest.mark.fault("B59")
+@pytest.mark.parametrize("words", [(), ("--sample", "1")])
+@pytest.mark.parametrize("only", ["", ".safetensors"])
+@pytest.mark.parametrize("seen", ["missing", "empty"])
+def test_verify_tells_what_stays_unseen_from_what_is_damaged(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    seen: str,
+    only: str,
+    words: tuple[str, ...],
+) -> None:
+    small_store(DirectoryStore(tmp_path), steps=(10, 20))
+
+    def verified(only: str) -> tuple[int, str, str]:
+        other = patient(OtherNode(tmp_path, Clock(), lag_s=REST_S, seen=seen, only=only))
+        with monkeypatch.context() as there:
+            there.setattr("toprope.store.cli.verify.open_store", lambda _: other)
+            status = main(["verify", str(tmp_path), *words])
+        return status, *capsys.readouterr()
+
+    status, out, err = verified(only)
+    assert status == UnavailableError.exit_status
+    assert set(re.findall(r"^\w+", out, re.MULTILINE)) == {"UNSEEN"}
+    assert out.count("not visible yet, or removed") == len(re.findall(r"^  job", out, re.MULTILINE)) > 0
+    assert err.splitlines()[-1].startswith("NOT VISIBLE YET, OR REMOVED: ")
+    assert "DAMAGED" not in out + err
+    assert verified("of another job")[0] == 0, "where it is seen it is good"
+
+    spoiled = next(tmp_path.glob("job/shards/**/s000000020/*.safetensors"))
+    spoiled.write_bytes(spoiled.read_bytes()[:-1])
+    status, out, err = verified("s000000010")
+    assert status == StoreError.exit_status
+    assert re.findall(r"^\w+", out, re.MULTILINE) == ["UNSEEN", "DAMAGED"]
+    assert err.splitlines()[-1].startswith("DAMAGED: ")
 
 
 def test_patience_that_was_rewarded_is_there_again_and_such_as_was_in_vain_only_later(tmp_path: Path) -> None:
@@ -203,13 +252,21 @@ def test_a_store_is_patient_on_a_file_system_of_the_network_alone(
 def test_a_directory_that_another_node_made_and_that_is_not_seen_yet_is_tried_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def taken(*_args: object, **_options: object) -> None:
+    clock, lag_s, made = Clock(), LAG_S, os.mkdir
+    store = PatientStore(DirectoryStore(tmp_path), sleep=clock.sleep, now_s=clock.now_s)
+
+    def taken(name: str, mode: int, *, dir_fd: int) -> None:
+        """Refuse as the server does; what the other node has made is seen after a while."""
+        if clock.at_s - 1000.0 >= lag_s:
+            made(name, mode, dir_fd=dir_fd)
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
 
-    store = DirectoryStore(tmp_path)
-    with monkeypatch.context() as other:
-        other.setattr("os.mkdir", taken)
-        with pytest.raises(UnavailableError, match=r"not visible yet .* try again"):
-            store.create(Key("job/shards/a"), b"body")
+    monkeypatch.setattr("os.mkdir", taken)
     store.create(Key("job/shards/a"), b"body")
     assert store.read(Key("job/shards/a")) == b"body"
+    assert LAG_S <= clock.at_s - 1000.0 < 2 * LAG_S
+
+    lag_s, began_s = REST_S, clock.at_s
+    with pytest.raises(UnseenDirectoryError, match=r"not visible yet: .* looked at again for 60 s; try again"):
+        store.create(Key("job/other/a"), b"body")
+    assert PATIENCE_S <= clock.at_s - began_s < PATIENCE_S + LAG_S
