@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import os
 import platform
-import subprocess
 import sys
 import tempfile
 import time
@@ -18,6 +17,7 @@ from pathlib import Path
 
 import msgspec
 from rich.console import Console
+from test_long import source_commit
 
 from toprope.chaos.live.processes import LiveError
 from toprope.chaos.permit import Permit
@@ -63,7 +63,9 @@ def tried(name: str, stage: Stage, *, seed: int) -> Kept:
             verdict = run(order, stage, progress)
         except LiveError as error:
             failed = str(error).splitlines()[0]
-    return Kept(commit=_commit(), seconds=round(time.monotonic() - began_s, 1), verdict=verdict, failed=failed)
+    return Kept(
+        commit=source_commit(PAGE), seconds=round(time.monotonic() - began_s, 1), verdict=verdict, failed=failed
+    )
 
 
 def page(known: dict[str, Kept]) -> str:
@@ -145,11 +147,6 @@ def main() -> int:
 def say(text: str) -> None:
     """Print a line of progress."""
     sys.stderr.write(f"scenarios: {text}\n")
-
-
-def _commit() -> str:
-    words = ("git", "describe", "--always", "--dirty")
-    return subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
 
 
 if __name__ == "__main__":

@@ -110,7 +110,13 @@ def run(check: Check, *, source: str) -> Result:
     seconds = round(time.monotonic() - begin, 1)
     cases, facts = told_by(report)
     result = Result(
-        name=check.name, source=source, commit=source_commit(), status=status, seconds=seconds, cases=cases, facts=facts
+        name=check.name,
+        source=source,
+        commit=source_commit(PAGE),
+        status=status,
+        seconds=seconds,
+        cases=cases,
+        facts=facts,
     )
     with (STATE / "results.jsonl").open("a") as journal:
         journal.write(json.dumps(asdict(result)) + "\n")
@@ -190,9 +196,9 @@ def _cases(result: Result) -> str:
     return f"{result.cases[0]} of {result.cases[1]}" if result.cases[1] else ""
 
 
-def source_commit() -> str:
-    """Return the commit, and whether anything was changed since but the page that this program writes."""
-    changed = _run(("git", "status", "--porcelain", "-uno", "--", ".", f":!{PAGE.relative_to(ROOT)}")).stdout
+def source_commit(page: Path) -> str:
+    """Return the commit, and whether anything was changed since but the page that a program writes."""
+    changed = _run(("git", "status", "--porcelain", "-uno", "--", ".", f":!{page.relative_to(ROOT)}")).stdout
     return _run(("git", "describe", "--always")).stdout.strip() + ("-dirty" if changed.strip() else "")
 
 

@@ -82,7 +82,6 @@ def test_a_commit_is_dirty_for_what_was_changed_and_not_for_the_page_itself(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(runner, "ROOT", tmp_path)
-    monkeypatch.setattr(runner, "PAGE", tmp_path / "docs" / "long.md")
     (tmp_path / "docs").mkdir()
     for name in ("docs/long.md", "code.py"):
         (tmp_path / name).write_text("1")
@@ -92,7 +91,7 @@ def test_a_commit_is_dirty_for_what_was_changed_and_not_for_the_page_itself(
 
     def found_after(name: str) -> bool:
         (tmp_path / name).write_text("2")
-        return bool(runner.source_commit().endswith("-dirty"))
+        return bool(runner.source_commit(tmp_path / "docs" / "long.md").endswith("-dirty"))
 
     assert [found_after(name) for name in ("docs/long.md", "code.py")] == [False, True]
 
