@@ -12,7 +12,8 @@ Topics: ``toprope/<job>/nodes/<node>/inventory``, ``toprope/<job>/nodes/<node>/p
 ``toprope/<job>/coordinator/presence`` (not retained). Coordinator HTTP:
 ``PUT /v1/nodes/<node>/inventory`` answers desired; ``POST /v1/attempts`` takes an OpenRequest and answers OpenAnswer;
 ``POST /v1/changes`` takes a ChangeRequest and answers ChangeAnswer (409: it may not be made, 503: not now);
-``PUT /v1/nodes/<node>/dead`` declares a node that does not answer dead, with its memory (204; 404: there is none);
+``PUT /v1/nodes/<node>/dead`` declares a node that does not answer dead, with its memory (204; 404: there is none,
+503: not now);
 ``GET /v1/desired?node=N`` (what N needs of it; without, the whole),
 ``GET /v1/status``, ``GET /healthz``, ``GET /metrics``; one that stands by answers 409, and the leader's url in the
 header ``Toprope-Leader``, to all but the last two. Sidecar HTTP:
