@@ -31,11 +31,19 @@ from toprope.store.transfer.restore import plan
 _TRIES = 5
 
 
-def pinned_base(
-    store: ObjectStore, job: str, *, at: str, take: Literal["all", "weights"], token: str, say: Callable[[str], None]
+def pinned_base(  # noqa: PLR0913 - which checkpoint, into what, and how
+    store: ObjectStore,
+    job: str,
+    *,
+    at: str,
+    take: Literal["all", "weights"],
+    token: str,
+    into: Callable[[], ObjectStore],
+    say: Callable[[str], None],
 ) -> Base:
     """Return the base ``at`` (``JOB@STEP`` or ``ROOT/JOB@STEP``) for a job, pinned in this store.
 
+    ``into`` opens this store as ``bring_base`` needs it, and is called where there may be something to copy.
     It is that of the job if it was recorded before. Raises as ``bring_base`` does, and:
 
     Raises:
@@ -43,14 +51,15 @@ def pinned_base(
         NothingToVerifyError: there is no READY checkpoint of that step.
         CkptError: it could not be pinned.
     """
-    _, name, step = parse_base(at)
+    root, name, step = parse_base(at)
     begun = read_log(store, job)
     if begun.base is not None and (begun.base.job, begun.base.step, begun.base.take) == (name, step, take):
         return begun.base
     _check_new(begun, at)
     if name == job:
         raise UsageError(f"--base {at}: a job can't start from itself; give a checkpoint of another job")
-    bring_base(store, job, at, say=say)
+    if root:
+        bring_base(into(), job, at, say=say)
     source = read_state(store, name)
     (seq,) = plan(source, step=step)
     ready = source.readies[seq]
@@ -72,7 +81,8 @@ def pinned_base(
 def bring_base(store: ObjectStore, job: str, at: str, *, say: Callable[[str], None]) -> None:
     """Copy the checkpoint ``at`` into this store for a job that has not begun, unless it is here, as ``JOB@STEP`` is.
 
-    Done again after it was interrupted, it goes on.
+    Done again after it was interrupted, it goes on. The store should not be patient: it is asked for much that is not
+    there.
 
     Raises:
         UsageError: it is not there, it is tainted, or this store has another job of its name.

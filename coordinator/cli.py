@@ -173,7 +173,7 @@ def up(  # noqa: PLR0913 - the options of a service
     where = up_supervisor.layout(job=job, node=name, store=store, directory=directory, memory_dir=memory_dir)
     based = ["--base", base, "--base-take", base_take] if base else []
     if base:
-        bring_base(open_store(store, write=True), job, base, say=up_supervisor.tell)
+        bring_base(open_store(store, write=True, patient=False), job, base, say=up_supervisor.tell)
     up_supervisor.up(where, cadence, announce=ready_file, coordinators=coordinators, codec=codec, based=based)
 
 

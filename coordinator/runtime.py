@@ -109,7 +109,15 @@ async def _base(config: Config, store: ObjectStore) -> Base | None:
     if not config.base:
         return None
     return await asyncio.to_thread(
-        lambda: pinned_base(store, config.job, at=config.base, take=config.base_take, token=config.token, say=_LOG.info)
+        lambda: pinned_base(
+            store,
+            config.job,
+            at=config.base,
+            take=config.base_take,
+            token=config.token,
+            into=lambda: open_store(config.store, write=True, patient=False),
+            say=_LOG.info,
+        )
     )
 
 

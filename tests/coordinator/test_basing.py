@@ -144,7 +144,7 @@ def test_a_fold_of_the_log_and_the_collector_know_of_the_base() -> None:
 
 
 def pinned(store: FakeStore, at: str = "job@10", *, job: str = "new", take: Literal["all", "weights"] = "all") -> Base:
-    return pinned_base(store, job, at=at, take=take, token="", say=lambda _: None)
+    return pinned_base(store, job, at=at, take=take, token="", into=lambda: store, say=lambda _: None)
 
 
 def begun(store: FakeStore, base: Base) -> JobState:

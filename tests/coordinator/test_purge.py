@@ -104,7 +104,9 @@ def test_a_job_whose_log_is_damaged_goes_too(
 def test_a_damaged_log_that_can_still_tell_is_heeded(
     two_jobs: DirectoryStore, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    base = pinned_base(two_jobs, "tuned", at="other@10", take="all", token="", say=lambda _: None)
+    base = pinned_base(
+        two_jobs, "tuned", at="other@10", take="all", token="", into=lambda: two_jobs, say=lambda _: None
+    )
     log = LogWriter(two_jobs, "tuned")
     log.add(Job(uid="0d" * 16, name="tuned"), Elected(), Job(uid="0d" * 16, name="tuned", base=base))
     log.add(Job(uid="0d" * 16, name="tuned", spec_sha256=SPEC))
@@ -219,7 +221,7 @@ def test_it_refuses_while_a_reader_holds_a_checkpoint(two_jobs: DirectoryStore, 
 def test_it_refuses_while_another_job_has_nothing_but_this_one_to_start_from(
     two_jobs: DirectoryStore, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    base = pinned_base(two_jobs, "new", at="job@10", take="all", token="", say=lambda _: None)
+    base = pinned_base(two_jobs, "new", at="job@10", take="all", token="", into=lambda: two_jobs, say=lambda _: None)
     log = LogWriter(two_jobs, "new")
     log.add(named(), Elected(), named(base=base), named(spec_sha256=SPEC))
     assert ckpt("job", "purge", tmp_path, "job", "--confirm", "job") == 64
@@ -233,7 +235,7 @@ def test_it_refuses_while_another_job_has_nothing_but_this_one_to_start_from(
 def test_a_job_that_started_from_an_earlier_one_of_that_name_does_not_keep_it(
     two_jobs: DirectoryStore, tmp_path: Path
 ) -> None:
-    base = pinned_base(two_jobs, "new", at="job@10", take="all", token="", say=lambda _: None)
+    base = pinned_base(two_jobs, "new", at="job@10", take="all", token="", into=lambda: two_jobs, say=lambda _: None)
     earlier = msgspec.structs.replace(base, job_uid="0e" * 16)
     LogWriter(two_jobs, "new").add(named(), Elected(), named(base=earlier), named(spec_sha256=SPEC))
     assert ckpt("job", "purge", tmp_path, "job", "--confirm", "job") == 0

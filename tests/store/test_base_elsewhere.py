@@ -14,7 +14,14 @@ from tests.support.stores import shard_image, small_store
 from tests.support.strict_s3 import StrictS3
 
 from toprope.coordinator.basing import base_shards, pinned_base
-from toprope.store.errors import CorruptObjectError, NothingToVerifyError, StoreError, UnavailableError, UsageError
+from toprope.store.errors import (
+    CorruptObjectError,
+    MissingObjectError,
+    NothingToVerifyError,
+    StoreError,
+    UnavailableError,
+    UsageError,
+)
 from toprope.store.log.chain import read_log
 from toprope.store.log.records import Base, Elected, Job, Taint
 from toprope.store.look.verify import verify_checkpoint
@@ -26,6 +33,21 @@ from toprope.store.transfer.restore import restore
 
 Kind = Literal["directory", "s3"]
 UID = "0d" * 16
+
+
+class Asked(DirectoryStore):
+    """A store that notes what it was asked for and does not have."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.missed: list[Key] = []
+
+    def size(self, key: Key) -> int:
+        try:
+            return super().size(key)
+        except MissingObjectError:
+            self.missed.append(key)
+            raise
 
 
 def root_of(kind: Kind, name: str, tmp_path: Path, strict: StrictS3) -> str:
@@ -42,7 +64,7 @@ def at(root: str, step: int = 10, *, job: str = "job") -> str:
 
 
 def based(store: ObjectStore, where: str, *, take: Literal["all", "weights"] = "all") -> Base:
-    return pinned_base(store, "new", at=where, take=take, token="", say=lambda _: None)
+    return pinned_base(store, "new", at=where, take=take, token="", into=lambda: store, say=lambda _: None)
 
 
 def begin(store: ObjectStore, base: Base) -> None:
@@ -188,3 +210,12 @@ def test_a_base_whose_copy_was_deleted_here_is_not_begun_from(tmp_path: Path) ->
         del store.objects[Key(key)]
     with pytest.raises(StoreError, match="rank-0000"):
         base_shards(store, base)
+
+
+def test_what_is_not_there_yet_is_asked_of_the_store_that_is_opened_for_the_copy(tmp_path: Path) -> None:
+    root, _ = elsewhere(tmp_path)
+    (tmp_path / "here").mkdir()
+    patient, plain = Asked(tmp_path / "here"), Asked(tmp_path / "here")
+    pinned_base(patient, "new", at=at(str(root)), take="all", token="", into=lambda: plain, say=lambda _: None)
+    assert plain.missed, "shards are looked for before they are copied"
+    assert not [key for key in patient.missed if "/log/" not in key]
