@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from tests.support.stores import JobBuilder, small_store
 
 from toprope.__main__ import main
+from toprope.store.cli import log
 from toprope.store.log.records import Taint
 from toprope.store.objects.directory import DirectoryStore
 from toprope.store.objects.opening import open_store
@@ -55,7 +56,7 @@ def test_follow_goes_on_with_records_as_they_come(
             raise KeyboardInterrupt
         builder.checkpoint(steps.pop(0))
 
-    monkeypatch.setattr(time, "sleep", sleep)
+    monkeypatch.setattr(log, "time", SimpleNamespace(sleep=sleep))  # other threads sleep as ever
     assert main(["log", root, "--job", "job", "--follow"]) == 130
     out, err = capsys.readouterr()
     assert err == "ckpt: interrupted\n"
