@@ -41,12 +41,11 @@ from toprope.coordinator.wire import (
     decode,
     encode,
 )
+from toprope.sidecar.documents import HTTP_CHECK_ROUNDS, RETRY_S
 
 NODES_A_RACK = 16
 HASHED, PULLED, LOCAL, STORED, READ_BACK = 0.15, 0.2, 0.3, 0.4, 0.2
 """At most such a part of the time between snapshots after the one before it each of these is done, at random."""
-CHECK_S = 0.5
-CHECK_ROUNDS = 10
 
 
 @dataclass(slots=True)
@@ -179,11 +178,11 @@ class Fleet:
                 tasks.create_task(self._check_one(node))
 
     async def _check_one(self, node: Node) -> None:
-        await asyncio.sleep(self._rng.random() * CHECK_S * CHECK_ROUNDS)
+        await asyncio.sleep(self._rng.random() * RETRY_S * HTTP_CHECK_ROUNDS)
         while True:
             await self._ask(node)
             pace_s = 0.0 if node.desired is None else node.desired.report_every_s
-            await asyncio.sleep((CHECK_S + pace_s) * CHECK_ROUNDS)
+            await asyncio.sleep((RETRY_S + pace_s) * HTTP_CHECK_ROUNDS)
 
     async def _ask(self, node: Node) -> None:
         async with self._session.get(f"{self._coordinator}/v1/desired?node={node.name}") as answer:

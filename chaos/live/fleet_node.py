@@ -15,11 +15,19 @@ from toprope.coordinator.wire import (
     ReadBack,
     Tier,
 )
+from toprope.sidecar.peer_book import SPARES_PER_RANK
+from toprope.sidecar.slot_book import SLOTS_PER_RANK
+from toprope.sidecar.tier_book import LOCAL_STEPS_KEPT, RECEIPTS_KEPT
 from toprope.store.checkpoint import manifest
 from toprope.store.checkpoint.manifest import File, Head, Index, Tensor
 from toprope.store.names import index_key, shard_key
 
-KEPT: dict[Tier, int] = {"memory": 3, "peer": 2, "local": 2, "object": 8}
+KEPT: dict[Tier, int] = {
+    "memory": SLOTS_PER_RANK,
+    "peer": SPARES_PER_RANK,
+    "local": LOCAL_STEPS_KEPT,
+    "object": RECEIPTS_KEPT,
+}
 """So many steps of a rank a sidecar lists in each tier."""
 SHARD_BYTES = 10 * 10**9
 LAUNCH = "1a" * 16
