@@ -41,7 +41,7 @@ docs: $(STAMP) ## what pages take from the code is up to date, and all build wit
 	sphinx-build -n -W -q -b html docs docs/_build/html
 
 pytest: $(STAMP) ## the tests alone; PYTEST_ARGS="tests/store -k log" for some of them
-	pytest -m "not long" -n 2 --dist loadfile $(PYTEST_ARGS)
+	pytest -m "not long" -n 2 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 test-long: $(STAMP) ## what takes longer; goes on where it stopped, records its results in docs/results/
 	python scripts/test_long.py

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import inspect
 import os
+import queue
 import signal
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -31,6 +33,13 @@ def pytest_configure() -> None:
     signal.signal(signal.SIGTERM, end)
 
 
+@pytest.hookimpl(trylast=True)  # after they have been shuffled
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Take the rooms with the longest tests first: at the end no process is left alone with one of them."""
+    rooms = [f"{os.sep}{name}{os.sep}" for name in ("simulation", "integration")]
+    items.sort(key=lambda item: not any(room in str(item.path) for room in rooms))
+
+
 @pytest.fixture(autouse=True)
 def _no_blocking_call_in_a_coroutine(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fail an async test in which code of ours blocks the event loop by sleeping, by a socket or by a file."""
@@ -47,3 +56,11 @@ def memory_dir() -> Iterator[Path]:
     """An empty directory in shared memory, removed afterwards; on a machine without /dev/shm an ordinary one."""
     with Scratch() as scratch:
         yield scratch.path
+
+
+@pytest.fixture
+def thread_errors(monkeypatch: pytest.MonkeyPatch) -> queue.SimpleQueue[type[BaseException]]:
+    """The errors that threads end with, as they are told of: often later than what the thread did can be seen."""
+    errors: queue.SimpleQueue[type[BaseException]] = queue.SimpleQueue()
+    monkeypatch.setattr(threading, "excepthook", lambda args: errors.put(args.exc_type))
+    return errors

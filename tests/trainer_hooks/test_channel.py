@@ -8,8 +8,6 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
-import pytest
-
 from toprope.trainer_hooks.link import wire
 from toprope.trainer_hooks.link.channel import Channel
 
@@ -41,10 +39,8 @@ class Puzzled:
 
 
 def test_an_error_that_nobody_foresaw_is_told_of_and_the_next_connection_works(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, thread_errors: queue.SimpleQueue[type[BaseException]]
 ) -> None:
-    told: list[type[BaseException]] = []
-    monkeypatch.setattr(threading, "excepthook", lambda args: told.append(args.exc_type))
     listener, path, others = Puzzled(), tmp_path / "socket", set(threading.enumerate())
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as server:
         server.bind(str(path))
@@ -60,6 +56,6 @@ def test_an_error_that_nobody_foresaw_is_told_of_and_the_next_connection_works(
         channel.close(timeout_s=20)
         for connection in (first, second):
             connection.close()
-    assert (told, len(listener.reasons)) == ([LookupError], 1)
+    assert (thread_errors.get(timeout=20), len(listener.reasons)) == (LookupError, 1)
     assert "not foreseen" in listener.reasons[0]
     assert [thread.name for thread in threading.enumerate() if thread not in others] == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import queue
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -409,10 +410,12 @@ def test_work_that_fails_voids_the_snapshot_and_opens_the_fence(sidecar: FakeSid
 
 
 def test_a_lazy_copy_that_fails_as_nobody_foresaw_is_said_and_the_next_steps_are_saved_by_both_threads(
-    sidecar: FakeSidecar, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    sidecar: FakeSidecar,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    thread_errors: queue.SimpleQueue[type[BaseException]],
 ) -> None:
-    told: list[type[BaseException]] = []
-    monkeypatch.setattr(threading, "excepthook", lambda args: told.append(args.exc_type))
     monkeypatch.setattr(copying, "WORTH_A_THREAD_BYTES", 0)
     one = trial(sidecar)
     one.until_lazy()
@@ -428,7 +431,7 @@ def test_a_lazy_copy_that_fails_as_nobody_foresaw_is_said_and_the_next_steps_are
         assert saver._lazy.wait(20)
     one.train(2)
     assert one.hook.close()
-    assert (told, one.hook.stats.skipped["void"]) == ([KeyError], 1)
+    assert (thread_errors.get(timeout=20), one.hook.stats.skipped["void"]) == (KeyError, 1)
     assert f"step {one.step - 2} is void: the copy failed in a way that was not foreseen" in caplog.text
     assert one.check(tmp_path) == one.step - 2
 
