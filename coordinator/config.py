@@ -63,10 +63,11 @@ class Config:
             parse_base(self.base)
         if self.broker is not None and self.embedded_broker is not None:
             raise UsageError("give --broker or --embedded-broker, not both")
-        if not 0.0 < self.verdict_deadline_s <= VERDICT_DEADLINE_S:
+        if not self.patience_s < self.verdict_deadline_s <= VERDICT_DEADLINE_S:
             raise UsageError(
-                f"--verdict-deadline {self.verdict_deadline_s:g} is not usable: give more than 0 and at most "
-                f"{VERDICT_DEADLINE_S:.0f} seconds, or ranks give up before they can be told who was missing"
+                f"--verdict-deadline {self.verdict_deadline_s:g} is not usable: give more than {self.patience_s:g} "
+                f"seconds, so that another coordinator can take this one's place meanwhile, and at most "
+                f"{VERDICT_DEADLINE_S:.0f}, or ranks give up before they can be told who was missing"
             )
         check_listen(self.listen, what="--listen", token=self.token)
         if self.embedded_broker is not None:

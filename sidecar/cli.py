@@ -16,6 +16,7 @@ from toprope.sidecar.config import SidecarConfig, default_node, parse_domain
 from toprope.sidecar.packing import Codec
 from toprope.sidecar.runtime import run
 from toprope.sidecar.threads import parse_cpus
+from toprope.sidecar.values import RESTORE_PATIENCE_S
 from toprope.store.sizes import KIBI
 
 _MEBI = KIBI * KIBI
@@ -56,6 +57,20 @@ def sidecar(  # noqa: PLR0913 - one parameter for each flag
         int, typer.Option(min=0, max=19, help="How nice hashing and copying are to the trainers of this node.")
     ] = 5,
     cpus: Annotated[str, typer.Option(help="Processors for hashing and copying, as 0-3,8. Default: all.")] = "",
+    stall_timeout: Annotated[
+        float,
+        typer.Option(help="Seconds that a transfer between nodes may stand still, until another source is tried."),
+    ] = 5.0,
+    use_deadline: Annotated[
+        float, typer.Option(help="Seconds that a peer may use a copy, beside what its size takes; more than the above.")
+    ] = 30.0,
+    restore_patience: Annotated[
+        float,
+        typer.Option(
+            help="Seconds that the sources of a restore are tried again; more than the above, and less than the "
+            "coordinator's --verdict-deadline."
+        ),
+    ] = RESTORE_PATIENCE_S,
     grace: Annotated[
         float, typer.Option(min=0.0, help="Seconds that it serves on after SIGTERM, until all is safe elsewhere.")
     ] = 25.0,
@@ -90,6 +105,9 @@ def sidecar(  # noqa: PLR0913 - one parameter for each flag
         token=read_token(token_file),
         ready_file=ready_file,
         grace_s=grace,
+        stall_timeout_s=stall_timeout,
+        use_deadline_s=use_deadline,
+        restore_patience_s=restore_patience,
     )
     check_ready_file(ready_file)
     asyncio.run(run(config, wrap=context.obj or unwrapped))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import socket
@@ -10,6 +11,7 @@ from pathlib import Path
 
 from toprope.coordinator.settings import Address, check_listen
 from toprope.sidecar.packing import CODECS, Codec
+from toprope.sidecar.values import RESTORE_PATIENCE_S
 from toprope.store.errors import UsageError
 from toprope.store.names import checked_id
 
@@ -40,8 +42,11 @@ class SidecarConfig:
     grace_s: float = 0.0
     """How long it goes on serving when told to end, for what is not safe yet."""
     stall_timeout_s: float = 5.0
+    """How long a transfer between nodes may stand still."""
     use_deadline_s: float = 30.0
     """How long a peer may use a copy, beside what its size takes."""
+    restore_patience_s: float = RESTORE_PATIENCE_S
+    """How long the sources of a restore are tried again."""
     codec: Codec = "auto"
     peer_bytes_per_s: float | None = None
     """How fast copies are received from other nodes at most."""
@@ -59,6 +64,7 @@ class SidecarConfig:
         checked_id(self.node, what="node")
         _check_socket(self.socket)
         check_listen(self.listen, what="--listen", token=self.token)
+        self._check_times()
         if self.codec not in CODECS:
             raise UsageError(f"--codec {self.codec}: give one of {', '.join(CODECS)}")
         for url in self.coordinators:
@@ -67,6 +73,24 @@ class SidecarConfig:
         for key, value in self.domain.items():
             if _LABEL.fullmatch(key) is None or _LABEL.fullmatch(value) is None:
                 raise UsageError(f"domain {key}={value} is not usable: give labels such as rack=r1")
+
+    def _check_times(self) -> None:
+        """Check that each time limit leaves those within it the time to take effect."""
+        limits = (
+            ("--stall-timeout", self.stall_timeout_s, "a transfer that stands still is given up for another source"),
+            ("--use-deadline", self.use_deadline_s, "a peer that is slow is given up"),
+            ("--restore-patience", self.restore_patience_s, "what can't be had is told to all ranks"),
+        )
+        before, shorter = "0", 0.0
+        for name, limit_s, what in limits:
+            if not shorter < limit_s < math.inf:
+                raise UsageError(f"{name} {limit_s:g} is not usable: give more than {before}, or {what} too early")
+            before, shorter = f"the {limit_s:g} seconds of {name}", limit_s
+        if self.restore_patience_s > RESTORE_PATIENCE_S:
+            raise UsageError(
+                f"--restore-patience {self.restore_patience_s:g} is not usable: give at most {RESTORE_PATIENCE_S:g} "
+                "seconds, or ranks give up before they can be told what was tried"
+            )
 
     @property
     def job_memory(self) -> Path:

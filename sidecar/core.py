@@ -186,7 +186,7 @@ class Core:
             case on.ShardStaged():
                 self.restore.on_staged(event)
             case on.StageFailed():
-                self.restore.on_failed(event, now_s=self.now_s)
+                self.restore.on_failed(event, now_s=self.now_s, patience_s=self.me.restore_patience_s)
                 text = f"shard of rank {event.rank} can't be had: {event.reason}"
                 return [do.Shout(what="stage-failed", text=text)]
             case on.CopyDoubted():

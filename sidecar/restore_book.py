@@ -13,8 +13,6 @@ from toprope.sidecar.values import Way
 from toprope.trainer_hooks.link import wire
 
 RETRY_S = 1.0
-PATIENCE_S = 240.0
-"""So long a shard is tried again for want of an answer, and then it is said what was tried: within the deadline."""
 
 
 @dataclass(slots=True)
@@ -88,12 +86,12 @@ class RestoreBook:
             self.fetching.pop(rank, None)
             self.staged[rank], self.tensors[rank] = event.shard, event.tensors
 
-    def on_failed(self, event: StageFailed, *, now_s: float) -> None:
-        """Take in that a shard can't be had, or not just now."""
+    def on_failed(self, event: StageFailed, *, now_s: float, patience_s: float) -> None:
+        """Take in that a shard can't be had, or not just now: then it is tried again for so many seconds in all."""
         if event.attempt_uid != self.attempt_uid:
             return
         self.fetching.pop(event.rank, None)
-        if event.again and now_s - self.began_s < PATIENCE_S:
+        if event.again and now_s - self.began_s < patience_s:
             self.retry_at_s[event.rank] = now_s + RETRY_S
             return
         self.failed[event.rank] = event.reason

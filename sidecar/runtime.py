@@ -176,6 +176,7 @@ def _identity(config: SidecarConfig, ground: Ground) -> Identity:
         url=ground.url,
         domain=config.domain,
         use_deadline_s=config.use_deadline_s,
+        restore_patience_s=config.restore_patience_s,
         slot_path=lambda rank, number: str(slot_files(config.job_memory, rank, number).data),
         spare_path=lambda rank, number: str(spare_files(config.job_memory, rank, number).data),
     )

@@ -35,6 +35,8 @@ Alarm: TypeAlias = Literal[
 """The kinds of what a sidecar says aloud; docs/guides/operations.md says what each means."""
 
 
+RESTORE_PATIENCE_S = 240.0
+"""So long a shard is tried again for want of an answer, and then it is said what was tried: within the deadline."""
 LEAST_PEER_BYTES_PER_S = 20e6
 """A peer that takes longer for a copy than this allows loses the copy, rather than the trainer a slot."""
 
@@ -52,6 +54,7 @@ class Identity:
     use_deadline_s: float
     slot_path: Callable[[int, int], str]
     spare_path: Callable[[int, int], str]
+    restore_patience_s: float = RESTORE_PATIENCE_S
 
     def patience_s(self, size: int) -> float:
         """Return how long a copy of so many bytes is held for a peer that is to have it."""

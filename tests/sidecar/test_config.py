@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,28 @@ def test_other_hosts_are_served_with_a_token_only(text: str) -> None:
     with pytest.raises(UsageError, match="--token-file"):
         config(listen=listen)
     assert str(config(listen=listen, token="s" * 32).listen) == text
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"stall_timeout_s": 0.0}, "--stall-timeout 0 is not usable: give more than 0, or"),
+        (
+            {"stall_timeout_s": 30.0},
+            "--use-deadline 30 is not usable: give more than the 30 seconds of --stall-timeout",
+        ),
+        ({"use_deadline_s": 300.0}, "--restore-patience 240 is not usable: give more than the 300 seconds of --use"),
+        ({"restore_patience_s": 20.0}, "--restore-patience 20 is not usable: give more than the 30 seconds of --use"),
+        ({"restore_patience_s": 241.0}, "--restore-patience 241 is not usable: give at most 240 seconds"),
+        ({"stall_timeout_s": math.nan}, "--stall-timeout nan is not usable"),
+    ],
+)
+@pytest.mark.fault("B113")
+def test_time_limits_in_an_order_in_which_the_outer_ends_before_the_inner_are_refused(
+    changes: dict[str, Any], text: str
+) -> None:
+    with pytest.raises(UsageError, match=text):
+        config(**changes)
 
 
 @pytest.mark.parametrize(

@@ -82,7 +82,7 @@ def test_what_was_staged_for_another_attempt_says_nothing_of_this_one() -> None:
     book = RestoreBook(attempt_uid=UID)
     late = wire.StagedShard(rank=0, path="/p", bytes=50, digest="d", tier="peer", node="b")
     book.on_staged(on.ShardStaged(attempt_uid="99" * 16, shard=late))
-    book.on_failed(on.StageFailed(attempt_uid="99" * 16, rank=0, reason="gone"), now_s=0.0)
+    book.on_failed(on.StageFailed(attempt_uid="99" * 16, rank=0, reason="gone"), now_s=0.0, patience_s=1.0)
     assert (book.staged, book.failed, book.verdict(UID)) == ({}, {}, None)
     book.on_staged(on.ShardStaged(attempt_uid=UID, shard=late))
     assert book.staged == {0: late}

@@ -8,8 +8,8 @@ from tests.support.core_driver import UID, Driver, shard
 from toprope.coordinator.wire import OpenAnswer, RestoreShard, Source
 from toprope.sidecar import effects as do
 from toprope.sidecar import events as on
-from toprope.sidecar.restore_book import PATIENCE_S
-from toprope.sidecar.values import Way
+from toprope.sidecar.restore_book import RestoreBook
+from toprope.sidecar.values import RESTORE_PATIENCE_S, Way
 from toprope.trainer_hooks.link import wire
 
 NEW = "2b" * 16
@@ -180,11 +180,20 @@ def test_a_shard_whose_holder_does_not_answer_is_tried_again_and_costs_no_verdic
     assert [stage.shard for stage in driver.all(do.Stage)] == [WANTED]
     driver.tick(5.0)
     assert driver.all(do.Stage) == [], "it is being tried"
-    driver.tick(PATIENCE_S)
+    driver.tick(RESTORE_PATIENCE_S)
     driver.on(on.StageFailed(attempt_uid=NEW, rank=0, reason="peer of b: no answer", again=True))
     verdict = driver.inventory.ranks[0].verdict
     assert verdict is not None
     assert (verdict.ok, verdict.unanswered, verdict.reason) == (False, True, "rank 0: peer of b: no answer")
+
+
+def test_a_shard_is_tried_again_for_as_long_as_this_sidecar_was_told() -> None:
+    book = RestoreBook(attempt_uid=NEW, began_s=100.0)
+    failed = on.StageFailed(attempt_uid=NEW, rank=0, reason="peer of b: no answer", again=True)
+    book.on_failed(failed, now_s=149.0, patience_s=50.0)
+    assert book.verdict(NEW) is None
+    book.on_failed(failed, now_s=150.0, patience_s=50.0)
+    assert book.verdict(NEW) is not None
 
 
 @pytest.mark.parametrize("misfit", [False, True])

@@ -201,6 +201,7 @@ def test_who_sends_slowly_but_steadily_is_heard_to_the_end_and_who_stops_dead_is
             assert time.monotonic() - began_s < 3 * STALL_S + 2.0
 
 
+@pytest.mark.fault("B113")
 @pytest.mark.parametrize("stall_s", [STALL_S, pytest.param(config().stall_timeout_s, marks=pytest.mark.long)])
 @pytest.mark.parametrize("after_mib", [1, 5])
 def test_a_peer_that_stalls_after_a_mebibyte_or_some_is_given_up_once_and_the_next_one_has_it(

@@ -48,6 +48,7 @@ def wait_for_end(node: Node) -> int:
         (("--listen", "nowhere"), "--listen 'nowhere' is not usable: give HOST:PORT"),
         (("--coordinator", "localhost:1"), "is not a URL"),
         (("--domain", "rack"), "give key=value"),
+        (("--stall-timeout", "40"), "give more than the 40 seconds of --stall-timeout"),
         (("--memory-dir", "/proc/nope"), "--memory-dir /proc/nope can't be written"),
         (("--local-dir", "/proc/nope"), "--local-dir"),
         (("--store", "/proc/nope"), "store /proc/nope can't be made"),
