@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 
 from toprope.coordinator import readiness
@@ -15,6 +15,8 @@ from toprope.store.log.records import Attempt
 
 UNANSWERED_MAX = 5
 """How often the store may not answer about a step, or an object of it, before a newer step goes first."""
+STEPS_MAX = 32
+"""So many steps are remembered while none becomes READY; a sidecar lists the newest 8 of each rank."""
 LEAST_READ_BYTES_PER_S = 20e6
 """Nodes that read objects back more slowly than this are not waited for: the coordinator reads them itself."""
 
@@ -23,7 +25,8 @@ LEAST_READ_BYTES_PER_S = 20e6
 class Commits:
     """What is known of the shard objects of one attempt. ``found`` are the digests that read-backs gave, by key.
 
-    Of steps up to ``last_step``, which can't become READY any more, nothing is remembered.
+    Of steps up to ``last_step``, which can't become READY any more, nothing is remembered; nor of those up to
+    ``passed_over``, which are too many, but for the newest complete one and the one under way.
     ``unanswered`` counts, by key of an object or by step, how often the store did not answer.
     ``dead``: steps that can't become READY, each with the reason. ``under_way`` is the step being read back or
     committed (0: none), ``committing`` the one that has been handed over to be committed.
@@ -33,6 +36,7 @@ class Commits:
     last_step: int
     retry_s: float
     read_back_deadline_s: float
+    passed_over: int = 0
     receipts: dict[int, dict[int, dict[str, Receipt]]] = field(default_factory=dict)
     """By step, rank and key."""
     found: dict[str, str] = field(default_factory=dict)
@@ -54,16 +58,32 @@ class Commits:
         if attempt is None:
             return
         for copy in inventory.copies:
-            ours = copy.attempt_uid == attempt.uid and copy.world == attempt.world_size and copy.step > self.last_step
+            ours = copy.attempt_uid == attempt.uid and copy.world == attempt.world_size and self._matters(copy.step)
             if ours and copy.tier == "object" and 0 <= copy.rank < attempt.world_size:
                 by_key = self.receipts.setdefault(copy.step, {}).setdefault(copy.rank, {})
                 if copy.key not in by_key:
                     by_key[copy.key] = self._written[copy.key] = Receipt(node=inventory.node, copy=copy)
                     self._books.pop(copy.step, None)
+        if len(self.receipts) > STEPS_MAX:
+            self._pass_over()
         for result in inventory.read_backs:
             receipt = self._written.get(result.key)
             if receipt and receipt.node != inventory.node and receipt.copy.stored_digest == result.digest:
                 self.found.setdefault(result.key, readiness.found_digest(result))
+
+    def _matters(self, step: int) -> bool:
+        return step > self.last_step and (step > self.passed_over or step in self.receipts)
+
+    def _pass_over(self) -> None:
+        """Forget the oldest steps, but for the newest that is complete: it may be the only one that ever is."""
+        newest = sorted(self.receipts)[-STEPS_MAX:]
+        complete = max(self._complete(), default=0)
+        self.passed_over = newest[0] - 1
+        self._remember({*newest, complete, self.under_way, self.committing})
+
+    def _complete(self) -> list[int]:
+        assert self.attempt is not None
+        return [step for step in sorted(self.receipts) if len(self._book(step)) == self.attempt.world_size]
 
     def copies(self) -> tuple[Copy, ...]:
         """Return the objects that were written."""
@@ -97,23 +117,26 @@ class Commits:
     def moved(self, last_step: int) -> None:
         """Note that the log has moved on: no step up to ``last_step`` can become READY any more."""
         self.last_step = last_step
-        self.receipts = {step: ranks for step, ranks in self.receipts.items() if step > last_step}
-        self._books = {step: book for step, book in self._books.items() if step > last_step}
-        self._written = {key: one for key, one in self._written.items() if one.copy.step > last_step}
+        self._remember({step for step in self.receipts if step > last_step})
+        if last_step >= self.committing:
+            self.committing = 0
+
+    def _remember(self, steps: Set[int]) -> None:
+        """Forget all that is known of other steps."""
+        self.receipts = {step: ranks for step, ranks in self.receipts.items() if step in steps}
+        self._books = {step: book for step, book in self._books.items() if step in steps}
+        self._written = {key: one for key, one in self._written.items() if one.copy.step in steps}
         self.found = {key: found for key, found in self.found.items() if key in self._written}
         self.unanswered = {
             what: count for what, count in self.unanswered.items() if what in self._written or what in self.receipts
         }
-        self.dead = {step: why for step, why in self.dead.items() if step > last_step}
-        if last_step >= self.committing:
-            self.committing = 0
+        self.dead = {step: why for step, why in self.dead.items() if step in steps}
 
     def steer(self, *, last_step: int, readers: Sequence[str], now_s: float) -> list[Effect]:
         """Return what is to be done next; ``readers`` are the nodes that can read back."""
         if self.attempt is None or self.committing:
             return []
-        world = self.attempt.world_size
-        steps = [step for step in sorted(self.receipts) if step > last_step and len(self._book(step)) == world]
+        steps = [step for step in self._complete() if step > last_step]
         step = readiness.next_step(steps, dead=self.dead, under_way=self.under_way)
         if step != self.under_way:
             self.under_way, self.under_way_since_s = step, now_s

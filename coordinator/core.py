@@ -139,7 +139,6 @@ class Core:
             case Declared():
                 return self._declared(event.node)
             case OpenFailed():
-                self.outage.unsure |= event.may_land
                 return self.requests.failed(event, self._known())
             case CommitFailed():
                 self.commits.failed(event)
@@ -158,6 +157,8 @@ class Core:
 
     def _hear(self, inventory: Inventory, *, live: bool, now_s: float) -> list[Effect]:
         first = inventory.node not in self.roll.nodes
+        if live:
+            self.outage.lives(inventory.node, inventory.boot_id)
         match self.roll.hear(inventory, now_s=now_s, live=live):
             case "foreign":
                 text = f"inventory of job uid {inventory.job_uid[:8]} ignored: this job is {self.roll.job_uid[:8]}"
@@ -185,7 +186,10 @@ class Core:
 
     def _answered(self, name: str, inventory: Inventory | None, now_s: float) -> list[Effect]:
         before = self.roll.nodes.get(name)
-        if not self.roll.answered(name, inventory, now_s=now_s, silent_probes_max=self.settings.silent_probes_max):
+        changed = self.roll.answered(name, inventory, now_s=now_s, silent_probes_max=self.settings.silent_probes_max)
+        if inventory is not None:
+            self.outage.lives(inventory.node, inventory.boot_id)
+        if not changed:
             return []
         after = self.roll.nodes[name]
         self.commits.collect(after.inventory)
@@ -264,7 +268,8 @@ class Core:
         """Take in that a node is dead: the life of it that the current attempt was placed on."""
         facts = self.log_view.facts
         placed = {one.boot_id for one in facts.world if one.node == name} if facts is not None else set()
-        self.outage.dead[name] = max(placed, default="")
+        if placed:
+            self.outage.declare(name, max(placed))
         return self._say("warning", f"dead {name}", f"node {name} was declared dead")
 
     def _forget_attempt(self, now_s: float) -> None:
@@ -273,6 +278,7 @@ class Core:
         self.protected_at_s = now_s
         self._extra_step = 0
         self.aim.forget()
+        self.outage.placed(self.log_view.facts)
         self.commits = self._new_commits()
         self.holdings = self._new_holdings()
         for node in self.roll.all():
@@ -421,7 +427,7 @@ class Core:
             ready_step=self.log_view.ready_step,
             extra_step=self._extra_step,
             logged=self.logged.state.attempt_number,
-            proposed=self.outage.next_to_open(self.log_view) if self.outage.pending else None,
+            proposed=self.outage.proposal(self.log_view),
             fenced=tuple(sorted(self.outage.fenced)),
             report_every_s=report_every_s(len(self.roll.nodes)),
             refused=dict(sorted(self.roll.refused.items())),

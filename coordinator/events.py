@@ -51,7 +51,8 @@ class Prepared:
     """All nodes were asked and the READY checkpoints looked up, for the request that is being decided.
 
     ``answers`` are the inventories by node, None for a node that gave none; ``uid`` is fresh, for the new attempt.
-    ``offers`` None: the store did not answer, ``why`` says how, or was not asked.
+    ``offers`` None: the store did not answer, ``why`` says how, or was not asked. ``unsure``: a record of ours may be on
+    its way that an attempt can't follow which is decided without it.
     """
 
     answers: Mapping[str, Inventory | None]
@@ -59,6 +60,7 @@ class Prepared:
     uid: str
     now_s: float
     why: str = ""
+    unsure: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,15 +105,11 @@ class Declared:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenFailed:
-    """The attempt could not be appended: ``text`` says why. ``again``: the log has moved on, decide anew.
-
-    ``may_land``: the store did not say whether it was; it may be there yet.
-    """
+    """The attempt could not be appended: ``text`` says why. ``again``: the log has moved on, decide anew."""
 
     text: str
     again: bool
     now_s: float
-    may_land: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

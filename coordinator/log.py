@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import assert_never
 
 from toprope.coordinator.ports import StorePort
+from toprope.coordinator.provisional import hinders
 from toprope.store.errors import FencedError
 from toprope.store.log.chain import Appended, Call, Create, Read, Sleep, append_steps, drive
 from toprope.store.log.fold import JobState
@@ -23,6 +24,16 @@ class Log:
         self._writer_id = writer_id
         self._url = url
         self._one_at_a_time = asyncio.Lock()
+        self._hinders_at = -1
+
+    @property
+    def is_unsure(self) -> bool:
+        """Say whether a record of ours may be on its way that an attempt can't follow which is decided without it.
+
+        A request may be applied long after it was given up. Only a record that was read in its place proves that it
+        will not be: until then a log that can be read again is no answer.
+        """
+        return self.state.n <= self._hinders_at
 
     async def look(self) -> JobState:
         """Return the log as it is now, whoever leads; raises as ``append_steps``."""
@@ -60,7 +71,10 @@ class Log:
 
         def make_or_return(state: JobState) -> Record | None:
             ours = state.passing and state.url == self._url
-            return Elected(url=self._url) if ours and 0 < self.term < state.term else make(state)
+            record = Elected(url=self._url) if ours and 0 < self.term < state.term else make(state)
+            if record is not None and hinders(state, record):
+                self._hinders_at = state.n
+            return record
 
         async with self._one_at_a_time:
             while True:

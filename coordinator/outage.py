@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
+
 from toprope.coordinator import opening
 from toprope.coordinator.events import Learned, Prepared
 from toprope.coordinator.intents import OpenAttempt
@@ -19,7 +21,10 @@ from toprope.coordinator.requests import Known
 from toprope.coordinator.roll import Node
 from toprope.coordinator.wire import Adopted, Inventory, OpenAnswer, OpenRequest, Provisional
 from toprope.store.checkpoint import manifest
-from toprope.store.log.records import Attempt
+from toprope.store.log.records import Attempt, AttemptFacts
+
+CHAIN_BYTES_MAX = 4 * 1024 * 1024
+"""A proposal carries all that must come into the log before it, in a document that has a limit."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -27,9 +32,9 @@ class Outage:
     """What is known of attempts that are not in the log. ``proceeds``: attempts may be opened without it.
 
     ``away_since_s``: since when the log could not be reached (None: it can). ``why``: the reason (empty: it can).
-    ``unsure``: an attempt that was being appended may land there yet. ``pending``: the attempts that are not in the
-    log, by uid, opened or proposed; ``opened`` those that all have adopted. ``fenced``: those that the log can't take,
-    each with the reason. ``dead``: the boot ids of nodes that an operator has declared dead. ``entering``: one of
+    ``pending``: the attempts that are not in the log, by uid, opened or proposed; ``opened`` those that all have
+    adopted. ``fenced``: those that the log can't take, each with the reason. ``dead``: the boot ids of nodes that an
+    operator has declared dead, while the current attempt is placed on them and they do not answer. ``entering``: one of
     ``pending`` is being appended, and what came of it is not known yet. ``learning``: the nodes that were asked since
     the last tick for what they have adopted. ``adopted``: by node the attempts that it has adopted.
     """
@@ -37,7 +42,6 @@ class Outage:
     proceeds: bool
     away_since_s: float | None = None
     why: str = ""
-    unsure: bool = False
     pending: dict[str, Provisional] = field(default_factory=dict)
     opened: set[str] = field(default_factory=set)
     fenced: dict[str, str] = field(default_factory=dict)
@@ -56,10 +60,24 @@ class Outage:
     def reached(self, *, why: str, now_s: float) -> None:
         """Take in whether the log could be reached just now; ``why`` it could not, else empty."""
         if not why:
-            self.away_since_s, self.unsure = None, False
+            self.away_since_s = None
         elif self.away_since_s is None:
             self.away_since_s = now_s
         self.why = why
+
+    def declare(self, node: str, boot_id: str) -> None:
+        """Take in that an operator says that a life of a node is over."""
+        self.dead[node] = boot_id
+
+    def lives(self, node: str, boot_id: str) -> None:
+        """Take in that a node is there with this memory: whoever declared it dead was wrong."""
+        if self.dead.get(node) == boot_id:
+            del self.dead[node]
+
+    def placed(self, facts: AttemptFacts | None) -> None:
+        """Take in where the ranks of the current attempt sit: of other lives nobody asks any more."""
+        placed = {(one.node, one.boot_id) for one in facts.world} if facts is not None else set()
+        self.dead = {node: boot_id for node, boot_id in self.dead.items() if (node, boot_id) in placed}
 
     def away_s(self, now_s: float) -> float:
         """Return for how long the log could not be reached, 0 if it can."""
@@ -93,6 +111,15 @@ class Outage:
         """Return the pending attempt that follows what is opened, if there is one; all it concerns are to adopt it."""
         return next(iter(outlook(view, self._in_order()).chain), None)
 
+    def proposal(self, view: LogView) -> Provisional | None:
+        """Return the next attempt to open with all that must come into the log before it: whoever has it has them."""
+        one = self.next_to_open(view) if self.pending else None
+        return None if one is None else msgspec.structs.replace(one, before=self._chain())
+
+    def _chain(self) -> tuple[Provisional, ...]:
+        """Return what is opened and not in the log, in order."""
+        return tuple(msgspec.structs.replace(one, before=()) for one in self._in_order() if one.uid in self.opened)
+
     def missing(self, one: Provisional, view: LogView) -> tuple[str, ...]:
         """Return which nodes have not adopted an attempt that is to follow this log, as far as is known."""
         old = view.facts.world if view.facts is not None else ()
@@ -122,14 +149,17 @@ class Outage:
         return uid in self.pending or uid in self.fenced
 
     def holds_up(self, logged: LogView, nodes: Mapping[str, Node]) -> bool:
-        """Say whether there is, or may be, an attempt that must come into the log before all else."""
-        return bool(self.pending) or any(True for _ in self._unknown(logged, nodes))
+        """Say whether there is, or may be, an attempt that must come into the log before all else.
+
+        One that follows an attempt which nobody knows can't come there: nothing waits for it.
+        """
+        return self.next_to_open(logged) is not None or any(True for _ in self._unknown(logged, nodes))
 
     def learned(self, event: Learned) -> None:
         """Take in what a node has adopted, all of it; whoever did not say is asked again at the next tick."""
-        for one in event.adopted or ():
+        for one in (each for last in event.adopted or () for each in (*last.before, last)):
             if not self._knows(one.uid):
-                self.pending[one.uid] = one
+                self.pending[one.uid] = msgspec.structs.replace(one, before=())
 
     def tick(self) -> None:
         """Take in that time has passed: who was asked may be asked again."""
@@ -160,17 +190,19 @@ class Outage:
         one = self.next_to_open(known.log_view)
         if one is not None and (one.record.launch_id, one.record.round) == opening.key_of(request):
             return None
-        text = self._hindrance(request, known, answered, one)
+        text = self._hindrance(request, event, known, answered)
         decided = text or self._decided(request, event, known, answered)
         if isinstance(decided, Provisional):
             self.pending[decided.uid] = decided
             return None
         return OpenAnswer(code="unavailable", text=f"{waits}; and {decided}")
 
-    def _hindrance(self, request: OpenRequest, known: Known, answered: Sequence[Node], one: Provisional | None) -> str:
-        if self.unsure:
-            return "an attempt that was being appended when it went away may be there yet"
-        if one is not None:
+    def _hindrance(self, request: OpenRequest, event: Prepared, known: Known, answered: Sequence[Node]) -> str:
+        if event.unsure:
+            return "a record that was being appended when it went away may be there yet"
+        if len(msgspec.json.encode(self._chain())) > CHAIN_BYTES_MAX:
+            return f"it must take the {len(self._chain())} attempts first that were opened without it"
+        if (one := self.next_to_open(known.log_view)) is not None:
             nodes = ", ".join(self.missing(one, known.log_view)) or "none"
             return f"attempt {one.number} of another launch is still to be adopted by: {nodes}"
         hindered = opening.hindrance(request, known.log_view, known.roll.nodes, answered)

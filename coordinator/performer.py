@@ -76,8 +76,9 @@ from toprope.coordinator.wire import (
 )
 from toprope.store.checkpoint import manifest
 from toprope.store.errors import StoreError, UnavailableError, UsageError
-from toprope.store.keep.changes import ChangeAnswer, ChangeRequest, checked, make_policy
-from toprope.store.log.records import Base
+from toprope.store.keep.changes import Change, ChangeAnswer, ChangeRequest, checked, make_policy
+from toprope.store.log.fold import JobState
+from toprope.store.log.records import Base, Record
 from toprope.store.names import Key, facts_key
 
 _LOG = logging.getLogger("toprope.coordinator")
@@ -174,11 +175,15 @@ class Coordinator:
             raise UnavailableError("the coordinator is still reading the log")
         if asked.job_uid != self._log.state.job_uid:
             raise UsageError(f"this coordinator serves job {self.config.job} of another uid")
-        if self._held_up():
-            raise UnavailableError("an attempt that was opened without the log comes into it first: try again")
-        done = await self._log.append(lambda state: checked(state, asked.change))
+        done = await self._log.append(partial(self._changed_now, asked.change))
         await self._log_moved()
         return ChangeAnswer(seq=done.seq)
+
+    def _changed_now(self, change: Change, state: JobState) -> Record | None:
+        """Return the record of a change, unless an attempt must come into the log first that could not follow it."""
+        if self._held_up():
+            raise UnavailableError("an attempt that was opened without the log comes into it first: try again")
+        return checked(state, change)
 
     def declare_dead(self, node: str) -> None:
         """Take in that a person says that a node is dead.
@@ -430,26 +435,24 @@ class Coordinator:
         except UnavailableError as error:
             why = str(error)
         uid = secrets.token_hex(16)
-        self._post(Prepared(answers=answers, offers=offers, uid=uid, why=why, now_s=_now_s()))
+        unsure = self._log.is_unsure
+        self._post(Prepared(answers=answers, offers=offers, uid=uid, why=why, unsure=unsure, now_s=_now_s()))
 
     async def _open(self, intent: OpenAttempt) -> None:
         job = self.config.job
         spec_body, facts_body = spec.encode(intent.spec), manifest.encode(intent.facts)
         spec_sha256, facts_sha256 = manifest.sha256(spec_body), manifest.sha256(facts_body)
-        may_land = False
+        make = partial(make_attempt, intent=intent, spec_sha256=spec_sha256, facts_sha256=facts_sha256)
         try:
             await self._ports.store.create_facts(facts_key(job, spec_sha256), spec_body)
             await self._ports.store.create_facts(facts_key(job, facts_sha256), facts_body)
             await self._log.append(lambda state: make_spec(state, spec_sha256=spec_sha256))
             await self._log.catch_up()
-            may_land = True
-            done = await self._log.append(
-                lambda state: make_attempt(state, intent, spec_sha256=spec_sha256, facts_sha256=facts_sha256)
-            )
+            done = await self._log.append(lambda state: None if self._held_up() else make(state))
             await self._log_moved()
         except UnavailableError as error:
             self._post(LogReached(why=str(error), now_s=_now_s()))
-            self._post(OpenFailed(text=str(error), again=False, may_land=may_land, now_s=_now_s()))
+            self._post(OpenFailed(text=str(error), again=False, now_s=_now_s()))
             return
         if done.seq is None:
             self._post(OpenFailed(text="the log has moved on", again=True, now_s=_now_s()))

@@ -17,7 +17,7 @@ from msgspec import UNSET
 from toprope.coordinator.log_view import LogView
 from toprope.coordinator.wire import Member, Provisional
 from toprope.store.log.fold import JobState, fold, violation
-from toprope.store.log.records import Attempt
+from toprope.store.log.records import Attempt, Record, Taint
 from toprope.store.log.records import Member as Placed
 
 
@@ -83,6 +83,15 @@ def make_entry(state: JobState, one: Provisional) -> Attempt | None:
     """Return the record that enters an attempt; None when it is there, or can't come there."""
     there = any(attempt.uid == one.uid for attempt in state.attempts)
     return None if there or obstacle(state, one) else one.record
+
+
+def hinders(state: JobState, record: Record) -> bool:
+    """Return whether an attempt that is decided on this log may be refused once this record is in it.
+
+    A taint may be of the source that it chose. One that was itself decided without the log hinders none: whoever has it
+    decides what follows it.
+    """
+    return isinstance(record, Taint) or fold(state, record, record_sha256="").settled > state.settled
 
 
 def _stamped(state: JobState, record: Attempt) -> Attempt:

@@ -144,13 +144,15 @@ class Provisional(_Document, frozen=True, kw_only=True):
     """An attempt that is decided while the log can't be reached: the record to append, and the facts that it names.
 
     ``parent`` is the uid of the attempt before it. It may be opened once every node of the old and of the new world has
-    adopted it: written down that it will adopt no other attempt of this number.
+    adopted it: written down that it will adopt no other attempt of this number. ``before`` are those that must come
+    into the log before it, in order, none of which has any itself: a node may know them from nowhere else.
     """
 
     job_uid: str
     parent: str
     record: Attempt
     facts: AttemptFacts
+    before: tuple[Provisional, ...] = ()
 
     @property
     def number(self) -> int:

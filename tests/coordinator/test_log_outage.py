@@ -324,6 +324,36 @@ def test_a_node_that_does_not_answer_must_be_declared_dead() -> None:
     assert reign.answers[reign.requests].attempt is not None
 
 
+def test_a_node_that_was_declared_dead_and_answers_again_must_adopt_it_too() -> None:
+    reign = away()
+    reign.node("c")
+    reign.hold(6, tiers=("peer",))
+    reign.lose("b")
+    reign.wait(2.0)
+    reign.do(Declared(node="b", now_s=reign.now_s))
+    assert set(reign.core.outage.dead) == {"b"}
+    reign.nodes["b"].up = True
+    reign.wait(4.0)  # it is asked again and again
+    assert reign.core.outage.dead == {}
+    assert reign.ask("a", "c", launch_id=AGAIN) is None
+    reign.adopt("a", "c")
+    assert reign.requests not in reign.answers
+    reign.adopt("b")
+    assert reign.answers[reign.requests].attempt is not None
+
+
+def test_a_declaration_is_forgotten_with_the_world_that_it_was_about() -> None:
+    reign = away()
+    reign.node("c")
+    reign.hold(6, tiers=("peer",))
+    reign.lose("b")
+    reign.do(Declared(node="b", now_s=reign.now_s))
+    assert reign.ask("a", "c", launch_id=AGAIN) is None
+    reign.adopt("a", "c")
+    assert reign.answers[reign.requests].attempt is not None
+    assert reign.core.outage.dead == {}
+
+
 def test_all_nodes_that_do_not_answer_are_named_at_once() -> None:
     reign = away()
     for name in "cd":
@@ -363,8 +393,13 @@ def test_one_that_was_being_appended_when_the_log_went_away_is_waited_for() -> N
     assert reign.ask("a", "b", launch_id=AGAIN) is None
     reign.kept_back.clear()
     reign.log_away()
-    reign.do(OpenFailed(text="no answer", again=False, may_land=True, now_s=reign.now_s))
+    reign.do(OpenFailed(text="no answer", again=False, now_s=reign.now_s))
+    reign.unsure = True
     assert "may be there yet" in waits(reign.ask("a", "b", launch_id=AGAIN))
+    assert reign.desired.proposed is None
+    reign.unsure = False
+    assert reign.ask("a", "b", launch_id=AGAIN) is None
+    assert reign.desired.proposed is not None
 
 
 def test_another_launch_waits_until_what_is_proposed_is_adopted() -> None:

@@ -170,6 +170,7 @@ class Reign:
     base: Base | None = None
     base_damage: str = ""
     log_up: bool = True
+    unsure: bool = False
     held_back: set[type[Effect]] = field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -436,6 +437,7 @@ class Reign:
             else (*(self._offer(seq) for seq in effect.ready_seqs), *self._base_offer()),
             uid=manifest.sha256(f"attempt {self.state.attempt_number + 1} {self.requests}".encode())[:32],
             why="" if self.log_up else "no answer",
+            unsure=self.unsure,
             now_s=self.now_s,
         )
 
