@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
 from toprope.coordinator import readiness
@@ -121,7 +122,7 @@ class Commits:
         if last_step >= self.committing:
             self.committing = 0
 
-    def _remember(self, steps: Set[int]) -> None:
+    def _remember(self, steps: AbstractSet[int]) -> None:
         """Forget all that is known of other steps."""
         self.receipts = {step: ranks for step, ranks in self.receipts.items() if step in steps}
         self._books = {step: book for step, book in self._books.items() if step in steps}

@@ -51,8 +51,8 @@ class Prepared:
     """All nodes were asked and the READY checkpoints looked up, for the request that is being decided.
 
     ``answers`` are the inventories by node, None for a node that gave none; ``uid`` is fresh, for the new attempt.
-    ``offers`` None: the store did not answer, ``why`` says how, or was not asked. ``unsure``: a record of ours may be on
-    its way that an attempt can't follow which is decided without it.
+    ``offers`` None: the store did not answer, ``why`` says how, or was not asked. ``unsure``: a record of ours may be
+    on its way that an attempt can't follow which is decided without it.
     """
 
     answers: Mapping[str, Inventory | None]

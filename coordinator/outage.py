@@ -190,14 +190,15 @@ class Outage:
         one = self.next_to_open(known.log_view)
         if one is not None and (one.record.launch_id, one.record.round) == opening.key_of(request):
             return None
-        text = self._hindrance(request, event, known, answered)
+        text = self._not_now(event, known) or self._hindrance(request, known, answered)
         decided = text or self._decided(request, event, known, answered)
         if isinstance(decided, Provisional):
             self.pending[decided.uid] = decided
             return None
         return OpenAnswer(code="unavailable", text=f"{waits}; and {decided}")
 
-    def _hindrance(self, request: OpenRequest, event: Prepared, known: Known, answered: Sequence[Node]) -> str:
+    def _not_now(self, event: Prepared, known: Known) -> str:
+        """Return why nothing may be decided beside or after what is on its way."""
         if event.unsure:
             return "a record that was being appended when it went away may be there yet"
         if len(msgspec.json.encode(self._chain())) > CHAIN_BYTES_MAX:
@@ -205,6 +206,9 @@ class Outage:
         if (one := self.next_to_open(known.log_view)) is not None:
             nodes = ", ".join(self.missing(one, known.log_view)) or "none"
             return f"attempt {one.number} of another launch is still to be adopted by: {nodes}"
+        return ""
+
+    def _hindrance(self, request: OpenRequest, known: Known, answered: Sequence[Node]) -> str:
         hindered = opening.hindrance(request, known.log_view, known.roll.nodes, answered)
         if hindered is not None:
             return hindered.text

@@ -11,16 +11,23 @@ from dataclasses import dataclass, field
 import msgspec
 
 from toprope.coordinator.wire import Adopted, Desired, Provisional
-from toprope.sidecar.effects import Adopt, Effect
+from toprope.sidecar.effects import Adopt, Effect, Shout
+from toprope.sidecar.events import AdoptionsRead
 
 RETRY_S = 2.0
 
 
 @dataclass(slots=True)
 class AdoptionBook:
-    """The adoptions by number. ``writing``: one that is on its way to the disk; nothing is, before ``retry_at_s``."""
+    """The adoptions by number. ``writing``: one that is on its way to the disk; nothing is, before ``retry_at_s``.
+
+    ``lost`` are the numbers that were given to an attempt which can't be read any more: no other one gets them.
+    ``unread``: which those are can't be told, so that none is given away.
+    """
 
     adopted: dict[int, Provisional] = field(default_factory=dict)
+    lost: set[int] = field(default_factory=set)
+    unread: bool = False
     writing: Provisional | None = None
     retry_at_s: float = 0.0
 
@@ -31,25 +38,46 @@ class AdoptionBook:
             return []
         if not self.may_adopt(proposed, desired):
             return []
-        self.writing = proposed
-        old = tuple(number for number in sorted(self.adopted) if number < min(desired.logged, proposed.number))
-        return [Adopt(proposed=proposed, forget=old)]
+        self.writing = self._with_what_is_new(proposed)
+        over = min(desired.logged, proposed.number)
+        old = tuple(number for number in sorted({*self.adopted, *self.lost}) if number < over)
+        return [Adopt(proposed=self.writing, forget=old)]
+
+    def _with_what_is_new(self, proposed: Provisional) -> Provisional:
+        """Return it without those before it that are written down here already."""
+        known = {each.uid for one in self.adopted.values() for each in (*one.before, one)}
+        return msgspec.structs.replace(proposed, before=tuple(one for one in proposed.before if one.uid not in known))
 
     def may_adopt(self, proposed: Provisional, desired: Desired) -> bool:
         """Say whether an attempt may be adopted: it follows the current one, and its number is not given away."""
         current = desired.attempt
         if proposed.job_uid != desired.job_uid or proposed.number <= desired.logged:
             return False
+        if self.unread or proposed.number in self.lost:
+            return False
         if current is None or (current.uid, current.number + 1) != (proposed.parent, proposed.number):
             return False
         before = self.adopted.get(proposed.number)
         return before is None or before.job_uid != proposed.job_uid or before.uid in desired.fenced
+
+    def on_read(self, event: AdoptionsRead) -> list[Effect]:
+        """Take in what an earlier life has adopted."""
+        self.adopted.update((one.number, one) for one in event.found)
+        self.lost, self.unread = set(event.lost), bool(event.unread)
+        texts = [
+            f"{why}. This node agrees to no attempt {number} without the job log, which may have given it away"
+            for number, why in sorted(event.lost.items())
+        ]
+        if event.unread:
+            texts.append(f"{event.unread}. This node agrees to no attempt without the job log until it starts anew")
+        return [Shout(what="adoption-lost", text=text) for text in texts]
 
     def on_adopted(self, adopted: Provisional, *, forgotten: tuple[int, ...]) -> None:
         """Take in that an adoption is durable."""
         self.writing = None
         for number in forgotten:
             self.adopted.pop(number, None)
+            self.lost.discard(number)
         self.adopted[adopted.number] = adopted
 
     def on_failed(self, *, now_s: float) -> None:

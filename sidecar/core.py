@@ -95,7 +95,7 @@ class Core:
             return self._take_of_restore(event)
         assert_never(event)
 
-    def _take_of_service(self, event: on.OfService) -> list[Effect]:  # noqa: PLR0911 - one case per kind of event
+    def _take_of_service(self, event: on.OfService) -> list[Effect]:  # noqa: C901, PLR0911 - one case per kind of event
         match event:
             case on.Tick():
                 return self._on_tick(event)
@@ -110,6 +110,8 @@ class Core:
             case on.DesiredConfirmed():
                 if self.desired is not None:
                     self.conversation.on_confirmed(self.desired)
+            case on.AdoptionsRead():
+                return self.adoptions.on_read(event)
             case on.Adopted():
                 self.adoptions.on_adopted(event.adopted, forgotten=event.forgotten)
             case on.AdoptFailed():

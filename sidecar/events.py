@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from toprope.coordinator.wire import Copy, Desired, Inventory, OpenAnswer, Provisional, ReadBack, Tier
@@ -46,8 +47,21 @@ class OpenAnswered:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AdoptionsRead:
+    """What an earlier life of this node has adopted was read; all that is ``found`` is durable.
+
+    ``lost``: the numbers that were given to an attempt which can't be read any more, each with the reason.
+    ``unread``: why nothing could be read; which numbers were given away is not known then.
+    """
+
+    found: tuple[Provisional, ...] = ()
+    lost: Mapping[int, str] = field(default_factory=dict)
+    unread: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Adopted:
-    """An adoption is durable; one that an earlier life wrote down is told at start. Those of ``forgotten`` are gone."""
+    """An adoption is durable. Those of ``forgotten`` are gone."""
 
     adopted: Provisional
     forgotten: tuple[int, ...] = ()
@@ -289,7 +303,15 @@ class Tick:
 
 
 OfService: TypeAlias = (
-    Tick | FrameArrived | ConnectionClosed | OpenAnswered | DesiredArrived | DesiredConfirmed | Adopted | AdoptFailed
+    Tick
+    | FrameArrived
+    | ConnectionClosed
+    | OpenAnswered
+    | DesiredArrived
+    | DesiredConfirmed
+    | AdoptionsRead
+    | Adopted
+    | AdoptFailed
 )
 OfSlots: TypeAlias = SlotsSeen | SlotsRefused | SlotHeld | SlotGone | SlotHashed | SlotDropped
 OfTiers: TypeAlias = LocalStored | ObjectStored | StoreFailed | LeftoversRead | DiskSeen | ReadBackDone | ReadBackFailed

@@ -450,11 +450,7 @@ class Sidecar:
         await self._threads.run("slots", functools.partial(memory.drop_staged, keep=""))
         for kept in await self._threads.run("disk", self._parts.local.sweep):
             self._shouts.shout("local-failed", kept)
-        adopted, damaged = await self._threads.run("disk", self._parts.adoptions.read)
-        for one in adopted:
-            self.post(on.Adopted(adopted=one))
-        for line in damaged:
-            self._shouts.shout("local-damaged", line)
+        self.post(await self._threads.run("disk", self._parts.adoptions.read))
         for rank in memory.slot_ranks():
             await self._look(rank)
         for rank, number in memory.spares():

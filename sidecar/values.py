@@ -16,6 +16,7 @@ SlowTier: TypeAlias = Literal["local", "object"]
 Alarm: TypeAlias = Literal[
     "ack-failed",
     "adopt-failed",
+    "adoption-lost",
     "coordinator-away",
     "digest-differs",
     "dropped",

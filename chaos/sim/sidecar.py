@@ -152,9 +152,10 @@ class SimSidecar:
         self._memory.staged.clear()
         for kept in self._local.sweep():
             self._shouts.shout("local-failed", kept)
-        for adopted in self._adoptions.read()[0]:
+        adoptions = self._adoptions.read()
+        for adopted in adoptions.found:
             self.world.oracle.on_adopted(self.node.name, self.node.disk, adopted)
-            self.post(on.Adopted(adopted=adopted))
+        self.post(adoptions)
         for rank in self._memory.ranks():
             await self._look(rank)
         for (rank, number), file in sorted(self._memory.spares.items()):

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import zlib
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -122,7 +126,7 @@ def test_a_successor_that_does_not_know_it_yet_takes_nothing_back() -> None:
 
 def test_a_restarted_sidecar_shows_what_it_adopted_and_no_attempt_before_it() -> None:
     driver = Driver()
-    driver.on(on.Adopted(adopted=proposal()))
+    driver.on(on.AdoptionsRead(found=(proposal(),)))
     driver.want(logged=1)
     driver.attempt()
     assert driver.core.desired is not None
@@ -161,16 +165,93 @@ def test_its_trainers_are_told_that_it_is_over_when_the_log_has_gone_on_without_
     assert driver.sent(wire.Error, connection=2) == []
 
 
-def test_an_adoption_survives_the_process_and_a_damaged_one_is_not_believed(tmp_path: Path) -> None:
+def test_an_adoption_survives_the_process(tmp_path: Path) -> None:
     files = AdoptionFiles(tmp_path, Disk())
     files.write(proposal(), nonce="aa")
-    files.write(proposal(OTHER, number=3, parent=NEXT), nonce="bb")
-    assert AdoptionFiles(tmp_path, Disk()).read() == ((proposal(), proposal(OTHER, number=3, parent=NEXT)), ())
-    path = tmp_path / "adopted-3.json"
-    path.write_bytes(path.read_bytes().replace(b"3d", b"4d", 1))
-    found, damaged = files.read()
-    assert found == (proposal(),)
-    assert damaged == (f"{path} is not used: it is damaged",)
+    later = msgspec.structs.replace(proposal(OTHER, number=3, parent=NEXT), before=(proposal(),))
+    files.write(later, nonce="bb")
+    assert AdoptionFiles(tmp_path, Disk()).read() == on.AdoptionsRead(found=(proposal(), later))
     files.forget(2)
-    assert files.read()[0] == ()
+    assert files.read().found == (later,)
     assert sorted(one.name for one in tmp_path.iterdir()) == ["adopted-3.json"]
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda body: body.replace(b"3d", b"4d", 1), "it is damaged"),
+        (lambda _: b"", "it is damaged"),
+        (
+            lambda body: with_crc(body[9:].replace(b'"format":1', b'"format":2')),
+            "format 2; this version reads format 1",
+        ),
+        (lambda body: with_crc(body[9:].replace(b'"attempt":3', b'"attempt":4')), "it is of attempt 4"),
+        (lambda _: with_crc(b"{}"), "missing required field"),
+    ],
+    ids=["a byte", "empty", "later format", "another number", "nothing in it"],
+)
+def test_one_that_can_not_be_read_is_not_believed_and_its_number_stays_given_away(
+    tmp_path: Path, change: Callable[[bytes], bytes], why: str
+) -> None:
+    files = AdoptionFiles(tmp_path, Disk())
+    files.write(proposal(OTHER, number=3, parent=NEXT), nonce="bb")
+    path = tmp_path / "adopted-3.json"
+    path.write_bytes(change(path.read_bytes()))
+    read = files.read()
+    assert read.found == ()
+    assert why in read.lost[3]
+    driver = in_training()
+    driver.on(read)
+    (shout,) = driver.all(do.Shout)
+    assert (shout.what, str(path) in shout.text) == ("adoption-lost", True)
+    driver.attempt(number=2, uid=NEXT)
+    driver.want(proposed=proposal("5e" * 16, number=3, parent=NEXT), logged=2)
+    assert driver.all(do.Adopt) == []
+    driver.attempt(number=3, uid="5e" * 16)
+    driver.want(proposed=proposal("6f" * 16, number=4, parent="5e" * 16), logged=3)
+    assert [effect.forget for effect in driver.all(do.Adopt)] == [()]
+    driver.on(on.Adopted(adopted=proposal("6f" * 16, number=4, parent="5e" * 16)))
+    driver.attempt(number=5, uid="7a" * 16)
+    driver.want(proposed=proposal("8b" * 16, number=6, parent="7a" * 16), logged=5)
+    assert driver.all(do.Adopt)[-1].forget == (3, 4)
+
+
+def with_crc(body: bytes) -> bytes:
+    return f"{zlib.crc32(body):08x} ".encode() + body
+
+
+class Sick(Disk):
+    """A disk that makes no directory durable."""
+
+    def sync_directory(self, path: Path) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+
+
+def test_what_can_not_be_made_durable_is_not_told_and_nothing_else_is_adopted(tmp_path: Path) -> None:
+    """An earlier life that was told of an error has told nobody: after a power cut the file may be gone."""
+    AdoptionFiles(tmp_path, Disk()).write(proposal(), nonce="aa")
+    read = AdoptionFiles(tmp_path, Sick()).read()
+    assert (read.found, read.lost, read.unread) == ((), {}, f"{tmp_path}: Input/output error")
+    driver = in_training()
+    driver.on(read)
+    assert [shout.what for shout in driver.all(do.Shout)] == ["adoption-lost"]
+    driver.want(proposed=proposal(OTHER))
+    assert driver.all(do.Adopt) == []
+    assert not driver.inventory.adopted
+
+
+def test_a_directory_that_can_not_be_listed_ends_no_sidecar(tmp_path: Path) -> None:
+    assert "No such file" in AdoptionFiles(tmp_path / "gone", Disk()).read().unread
+
+
+def test_of_a_chain_only_what_is_new_here_is_written_down() -> None:
+    driver = in_training()
+    adopt(driver, proposal())
+    driver.attempt(number=2, uid=NEXT, provisional=True)
+    two = proposal("4e" * 16, number=3, parent=NEXT)
+    driver.want(proposed=msgspec.structs.replace(two, before=(proposal(),)))
+    assert driver.all(do.Adopt)[-1].proposed == two
+    newcomer = in_training()
+    newcomer.attempt(number=2, uid=NEXT, provisional=True)
+    newcomer.want(proposed=msgspec.structs.replace(two, before=(proposal(),)))
+    assert newcomer.all(do.Adopt)[-1].proposed.before == (proposal(),)
