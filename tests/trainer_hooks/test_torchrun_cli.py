@@ -45,7 +45,8 @@ def keeper(*python: str, frozen: float = 10.0, ends: str = "") -> list[str]:
 def test_one_node_is_run_as_it_was_said_and_its_ranks_are_kept(started: Started) -> None:
     words = ["--nproc-per-node=2", "--max-restarts=3", "train.py", "--rdzv-conf", "of the script"]
     assert main(["launch", "--", "torchrun", *words]) == 0
-    assert started == [[*words[:2], *keeper(sys.executable, "-u"), *words[2:]]]
+    own = ["--rdzv-backend=toprope", "--rdzv-endpoint=localhost:0"]
+    assert started == [[*words[:2], *own, *keeper(sys.executable, "-u"), *words[2:]]]
     assert ENVIRONMENT == {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "DCP_USE_PREFIX_STORE": "1"}
     assert {name: os.environ[name] for name in ENVIRONMENT} == ENVIRONMENT
 
@@ -56,7 +57,7 @@ def test_several_nodes_meet_where_they_are_told(started: Started, meeting: str, 
     (words,) = started
     kept = keeper(sys.executable, "-u", "-m", frozen=4.0, ends=str(tmp_path / "ends"))
     assert words[:2] == ["--nnodes=1:2", "--rdzv-id=job"]
-    assert words[2:4] == ["--rdzv-backend=c10d", f"--rdzv-endpoint={meeting}"]
+    assert words[2:4] == ["--rdzv-backend=toprope", f"--rdzv-endpoint={meeting}"]
     assert words[5:] == [*kept, "package.train", "-x"]
 
 

@@ -15,13 +15,17 @@ def elastic(**more: str) -> Asked:
 
 
 def test_several_nodes_meet_at_the_store_of_nobody() -> None:
-    assert safe_words(elastic(), rendezvous="h:1") == ["--rdzv-backend=c10d", "--rdzv-endpoint=h:1", SAFE]
+    assert safe_words(elastic(), rendezvous="h:1") == ["--rdzv-backend=toprope", "--rdzv-endpoint=h:1", SAFE]
     assert safe_words(elastic(endpoint="h:1"), rendezvous="") == safe_words(elastic(), rendezvous="h:1")
 
 
 @pytest.mark.parametrize("asked", [Asked(nodes="1"), Asked(nodes="1:1"), Asked(nodes="1:2", standalone=True)])
-def test_one_node_needs_no_rendezvous(asked: Asked) -> None:
-    assert safe_words(asked, rendezvous="") == []
+def test_one_node_hosts_its_own_rendezvous(asked: Asked) -> None:
+    assert safe_words(asked, rendezvous="") == ["--rdzv-backend=toprope", "--rdzv-endpoint=localhost:0"]
+
+
+def test_one_node_whose_port_was_picked_is_left_as_it_is() -> None:
+    assert safe_words(Asked(nodes="1", port=29500), rendezvous="") == []
 
 
 def test_what_the_user_sets_safely_stays() -> None:
@@ -50,7 +54,8 @@ def test_what_would_not_restart_reliably_is_refused(asked: Asked, rendezvous: st
 
 
 def test_the_script_is_put_into_care_and_its_arguments_are_left_alone() -> None:
-    head = ["--nnodes=1:2", "--rdzv_conf", "join_timeout=9", "-m", "--rdzv-backend=static", "--max-restarts", "3"]
+    head = ["--nnodes=1:2", "--rdzv_conf", "join_timeout=9", "-m", "--rdzv-backend=static", "--standalone"]
+    head += ["--max-restarts", "3"]
     words = in_care(head, program=["python", "-u", "-m"], tail=["train", "-m", "--rdzv-conf=x"], safe=[SAFE])
     assert words == [
         *("--nnodes=1:2", "--rdzv-backend=static", "--max-restarts", "3", SAFE, "--no-python"),

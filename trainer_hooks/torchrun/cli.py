@@ -21,6 +21,7 @@ from toprope.trainer_hooks.torchrun import settings, warm
 
 EXIT_AWAY = 4
 _MODULE = "toprope.trainer_hooks.torchrun.worker"
+_MEETING = "toprope.trainer_hooks.torchrun.meeting"
 _FROZEN_S = 10.0
 _MEETS_S = 60.0
 _POLL_S = 0.2
@@ -95,10 +96,13 @@ def launch(words: Sequence[str]) -> int:
         run_id=given.rdzv_id,
         configuration=given.rdzv_conf,
         standalone=given.standalone,
+        port=given.master_port,
     )
     safe = settings.safe_words(asked, rendezvous=args.rendezvous)
-    if safe and not _answers(given.rdzv_endpoint or args.rendezvous):
-        return _fail(given.rdzv_endpoint or args.rendezvous)
+    place = "" if given.standalone else given.rdzv_endpoint or args.rendezvous
+    if place and not _answers(place):
+        return _fail(place)
+    _torch(_MEETING).register()
     tail = [given.training_script, *given.training_script_args]
     head = theirs[: len(theirs) - len(tail)]
     name = _warmed(args.warm, given) if args.warm else ""

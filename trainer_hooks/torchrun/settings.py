@@ -6,6 +6,8 @@ Measured with two agents on one machine, a rank or an agent killed again and aga
   on the dead rank's address. ``TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1``: none.
 - A keep-alive of less than 3 s in all: an agent that comes back forms a world of its own.
 - The store inside an agent: the job ends with that agent.
+- An agent killed while the others meet, or at its last failure: torch's rendezvous ends them all (see ``meeting.py``,
+  which is what the backend ``toprope`` is).
 
 And found in torch's source: a process of ``torch.distributed.checkpoint.async_save`` listens on a port that was free
 when its trainer picked it, seconds before. ``DCP_USE_PREFIX_STORE=1``: it meets the others at the store of the process
@@ -21,6 +23,8 @@ from toprope.trainer_hooks.errors import UsageError
 
 ENVIRONMENT = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "DCP_USE_PREFIX_STORE": "1"}
 """What torchrun must find in its environment."""
+BACKEND = "toprope"
+"""The rendezvous that ``ckpt launch`` registers with torchrun: c10d, and what that lacks."""
 SAFE = {"is_host": "0", "last_call_timeout": "5", "keep_alive_interval": "1", "keep_alive_max_attempt": "5"}
 """What ``--rdzv-conf`` says unless it is told otherwise: nobody hosts the store, a lost agent is missed after 5 s."""
 MIN_KEEP_ALIVE_S = 3.0
@@ -37,6 +41,8 @@ class Asked:
     run_id: str = "none"
     configuration: str = ""
     standalone: bool = False
+    port: int | None = None
+    """The port that the user picked for a single agent's ranks to meet at."""
 
     @property
     def alone(self) -> bool:
@@ -47,13 +53,14 @@ class Asked:
 def safe_words(asked: Asked, *, rendezvous: str) -> list[str]:
     """Return torchrun's options for a rendezvous at ``rendezvous`` (``HOST:PORT``, or empty: where the words say).
 
-    They go before the user's own and stand for what those leave out; what would be unsafe is refused.
+    They stand for what the user's own leave out; what would be unsafe is refused. One agent hosts its own.
 
     Raises:
         UsageError: the job can't be restarted reliably like this; the message says what to give.
     """
     if asked.alone and not rendezvous:
-        return []
+        theirs = asked.port is not None and not asked.standalone
+        return [] if theirs else [f"--rdzv-backend={BACKEND}", "--rdzv-endpoint=localhost:0"]
     if asked.standalone:
         raise UsageError("--standalone and --rendezvous: give one of them")
     if asked.backend not in {"c10d", "static"}:
@@ -66,7 +73,7 @@ def safe_words(asked: Asked, *, rendezvous: str) -> list[str]:
     if asked.run_id == "none":
         raise UsageError("give --rdzv-id=JOB: agents of other jobs may meet at the same store")
     conf = ",".join(f"{name}={value}" for name, value in _safe_configuration(asked.configuration).items())
-    return ["--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}", f"--rdzv-conf={conf}"]
+    return [f"--rdzv-backend={BACKEND}", f"--rdzv-endpoint={endpoint}", f"--rdzv-conf={conf}"]
 
 
 def _safe_configuration(text: str) -> Mapping[str, str]:
@@ -127,7 +134,7 @@ def in_care(head: Sequence[str], *, program: Sequence[str], tail: Sequence[str],
 
 
 def _dropped(head: Sequence[str], names: set[str]) -> list[str]:
-    """Return the options but for those of these names, in either spelling, and for how the script is run."""
+    """Return the options but for those of these names, in either spelling, and flags that others stand for."""
     kept: list[str] = []
     skip = False
     for word in head:
@@ -136,6 +143,6 @@ def _dropped(head: Sequence[str], names: set[str]) -> list[str]:
             skip = False
         elif name in names:
             skip = "=" not in word
-        elif name not in {"-m", "--module", "--no-python"}:
+        elif name not in {"-m", "--module", "--no-python", "--standalone"}:
             kept.append(word)
     return kept

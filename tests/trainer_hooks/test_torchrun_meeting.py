@@ -1,0 +1,195 @@
+"""Agents that met go on only together, and none closes the rendezvous for the others by its own end."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import pytest
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
+from torch.distributed import DistNetworkError, DistStoreError
+from torch.distributed.elastic.rendezvous import (
+    RendezvousConnectionError,
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+    rendezvous_handler_registry,
+)
+
+from toprope.trainer_hooks.torchrun import meeting
+from toprope.trainer_hooks.torchrun.meeting import Meeting, register
+from toprope.trainer_hooks.torchrun.settings import BACKEND
+
+SOON_S = 0.05
+TORCHS = RendezvousStoreInfo(master_addr="node", master_port=1)
+
+
+@dataclass
+class Counted(RendezvousHandler):
+    """Torch's rendezvous, as one agent sees it: worlds of (rank, size) one after another, or what it raises."""
+
+    rounds: Iterator[tuple[int, int] | Exception]
+    store: Store = field(default_factory=HashStore)
+    met: int = 0
+    closed: bool = False
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        found = next(self.rounds)
+        self.met += 1
+        if isinstance(found, Exception):
+            raise found
+        return RendezvousInfo(self.round(self.met), *found, TORCHS)
+
+    def round(self, number: int) -> Store:
+        return PrefixStore(f"round-{number}", self.store)
+
+    def shutdown(self) -> bool:
+        self.closed = True
+        return True
+
+    def get_backend(self) -> str:
+        return "c10d"
+
+    def is_closed(self) -> bool:
+        return self.closed
+
+    def set_closed(self) -> None:
+        self.closed = True
+
+    def num_nodes_waiting(self) -> int:
+        return 2
+
+    def get_run_id(self) -> str:
+        return "job"
+
+
+def agent(*rounds: tuple[int, int] | Exception) -> tuple[Meeting, Counted]:
+    counted = Counted(iter(rounds))
+    return Meeting(counted, counted.store, answers_s=SOON_S), counted
+
+
+def test_all_meet_at_one_port_that_nobody_else_is_given_and_a_store_may_listen_on() -> None:
+    first, counted = agent((0, 2))
+    counted.round(1).set("toprope/here/1", "")
+    met = first.next_rendezvous()
+    assert (met.rank, met.world_size) == (0, 2)
+    assert met.bootstrap_store_info is not None
+    assert met.bootstrap_store_info.master_addr == "node"
+    port = met.bootstrap_store_info.master_port
+    with socket.socket() as other, pytest.raises(OSError, match="in use"):
+        other.bind(("", port))
+    server = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    assert server.port == port
+    second = Meeting(Counted(iter([(1, 2)]), store=counted.store), counted.store, answers_s=SOON_S)
+    assert second.next_rendezvous().bootstrap_store_info == met.bootstrap_store_info
+
+
+def test_a_port_is_let_go_at_the_next_meeting() -> None:
+    one, _ = agent((0, 1), (0, 1))
+    ports = []
+    for _ in range(2):
+        met = one.next_rendezvous().bootstrap_store_info
+        assert met is not None
+        ports.append(met.master_port)
+    with socket.socket() as other:
+        other.bind(("", ports[0]))
+    assert ports[0] != ports[1]
+
+
+def test_agents_meet_again_when_one_that_was_counted_does_not_answer(capsys: pytest.CaptureFixture[str]) -> None:
+    first, counted = agent((0, 2), (0, 1))
+    assert first.next_rendezvous().world_size == 1
+    assert counted.met == 2
+    other, counted = agent((1, 2), (0, 1))
+    counted.round(1).set("toprope/here/0", "")  # it died before it told anything
+    assert other.next_rendezvous().world_size == 1
+    assert counted.met == 2
+    assert capsys.readouterr().err.count("an agent was counted and has not answered") == 2
+
+
+def test_agents_that_count_each_other_otherwise_meet_again() -> None:
+    other, counted = agent((1, 2), (1, 2))
+    counted.round(1).set("toprope/agreed", json.dumps({"world": 3, "port": 7}))
+    counted.round(2).set("toprope/agreed", json.dumps({"world": 2, "port": 7}))
+    assert other.next_rendezvous().world_size == 2
+    assert counted.met == 2
+
+
+def late() -> Exception:
+    """What torch's own raises when the store does not answer in time."""
+    error = RendezvousConnectionError("The connection to the C10d store has failed.")
+    error.__cause__ = DistStoreError("wait timeout after 15000ms")
+    return error
+
+
+def test_a_store_that_is_slow_is_asked_again_and_one_that_is_gone_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meeting, "TRIES", 3)
+    one, counted = agent(late(), DistStoreError("wait timeout"), (0, 1))
+    assert one.next_rendezvous().world_size == 1
+    one, counted = agent(late(), late(), late(), (0, 1))
+    with pytest.raises(RendezvousConnectionError):
+        one.next_rendezvous()
+    assert counted.met == 3
+    gone = RendezvousConnectionError("The connection to the C10d store has failed.")
+    gone.__cause__ = DistNetworkError("Connection reset by peer")
+    one, counted = agent(gone, (0, 1))
+    with pytest.raises(RendezvousConnectionError):
+        one.next_rendezvous()
+    assert counted.met == 1
+
+
+def test_reads_wait_as_long_as_before_once_the_agents_have_met() -> None:
+    one, counted = agent((0, 1))
+    counted.store.set_timeout(timedelta(seconds=0.5))
+    one.next_rendezvous()
+    began_s = time.monotonic()
+    with pytest.raises(DistStoreError):
+        counted.store.get("never")
+    assert time.monotonic() - began_s >= 10 * SOON_S
+
+
+def test_only_an_agent_that_has_not_failed_closes_the_rendezvous(capsys: pytest.CaptureFixture[str]) -> None:
+    one, counted = agent()
+    with pytest.raises(ZeroDivisionError):
+        fail_and_shut_down(one)
+    assert not counted.closed
+    assert "it leaves the rendezvous open for the others" in capsys.readouterr().err
+    assert one.shutdown()
+    assert one.is_closed()
+
+
+def fail_and_shut_down(one: Meeting) -> None:
+    """End as torch's launcher does."""
+    try:
+        _ = 1 / 0
+    finally:
+        one.shutdown()
+
+
+def test_all_else_is_as_torch_says() -> None:
+    one, counted = agent()
+    assert (one.get_run_id(), one.num_nodes_waiting()) == ("job", 2)
+    assert not one.use_agent_store
+    one.set_closed()
+    assert counted.closed
+
+
+def test_torchrun_has_it_by_its_name_and_one_agent_meets_itself() -> None:
+    register()
+    register()  # twice does no harm
+    made = rendezvous_handler_registry.create_handler(
+        RendezvousParameters(backend=BACKEND, endpoint="localhost:0", run_id="job", min_nodes=1, max_nodes=1)
+    )
+    assert isinstance(made, Meeting)
+    met = made.next_rendezvous()
+    assert (met.rank, met.world_size) == (0, 1)
+    assert met.bootstrap_store_info is not None
+    with socket.socket() as other, pytest.raises(OSError, match="in use"):
+        other.bind(("", met.bootstrap_store_info.master_port))
+    assert made.shutdown()
+    assert made.is_closed()
