@@ -27,7 +27,7 @@ from toprope.chaos.stage import Stage
 from toprope.chaos.verdict import Verdict
 from toprope.store.errors import CkptError, UsageError
 
-_AMONG = "kill rank 0; kill rank 1; kill node b; kill sidecar a; kill sidecar b; kill coordinator; kill broker"
+AMONG = "kill rank 0; kill rank 1; kill node b; kill sidecar a; kill sidecar b; kill coordinator; kill broker"
 _SPAN = re.compile(r"(\d+(?:\.\d+)?)(s|m|h)")
 _UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0}
 
@@ -73,7 +73,7 @@ def soak(  # noqa: PLR0913 - the options of a command
     *,
     mtbf: Annotated[str, typer.Option(metavar="TIME", help="Mean time between faults, as 60s or 5m.")] = "60s",
     length: Annotated[str, typer.Option("--for", metavar="TIME", help="How long to train, as 30m.")] = "30m",
-    among: Annotated[str, typer.Option(help="What may happen, separated by semicolons.")] = _AMONG,
+    among: Annotated[str, typer.Option(help="What may happen, separated by semicolons.")] = AMONG,
     seed: Seed = 7,
     allowed: Break = False,
     as_json: AsJson = False,

@@ -5,7 +5,8 @@ from __future__ import annotations
 from toprope.chaos.verdict import Injection
 
 _ENDS_TRAINERS = {"kill", "segfault", "terminate", "oom"}
-_COST_NO_SLOTS = {"flip", "tear", "ckpt", "twice"}
+_COST_NO_SLOTS = {"flip", "tear", "ckpt", "twice", "spike"}
+_SPOIL_NUMBERS = {"nan", "spike", "weight"}
 _PORTS_OF_PROTECTION = ("pages.", "peers.", "coordinator.", "broker.", "nodes.")
 
 
@@ -30,3 +31,8 @@ def costs_protection(one: Injection) -> bool:
 def ends_trainers(fault: str, target: str) -> bool:
     """Say whether a fault ends ranks, so that the world is started again."""
     return fault in _ENDS_TRAINERS and target.partition(" ")[0] in {"rank", "node"}
+
+
+def spoils_numbers(one: Injection) -> bool:
+    """Say whether a fault lets steps lose what they would not have lost, until ranks go back to before it."""
+    return one.fired and one.fault in _SPOIL_NUMBERS

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+
+import msgspec
 
 from toprope.chaos.evidence import Evidence, Restart
-from toprope.chaos.hits import costs_protection, ends_trainers
+from toprope.chaos.hits import costs_protection, ends_trainers, spoils_numbers
 from toprope.chaos.journal import Event
 from toprope.chaos.oracle import RECOVERS_S, compare, steps_lost_allowed, torn_restores
 from toprope.chaos.promises import PROMISES
@@ -72,7 +74,7 @@ def _identical(evidence: Evidence) -> Finding:
 
 
 def _not_torn(evidence: Evidence) -> Finding:
-    broken = list(torn_restores(evidence.events))
+    broken = list(torn_restores(_sound(evidence)))
     held = []
     for restart in evidence.restarts:
         begins = _begins(evidence, restart)
@@ -84,6 +86,16 @@ def _not_torn(evidence: Evidence) -> Finding:
     again = Counter(event.step for event in evidence.events if event.event == "step")
     count = sum(times > evidence.scenario.topology.world for times in again.values())
     return _finding(broken, f"{count} steps were done again, with equal losses", *held)
+
+
+def _sound(evidence: Evidence) -> Iterator[Event]:
+    """Yield the events; those between a fault of numbers and the next restart lose no number, as it was a wrong one."""
+    spoilt = [evidence.began_s + one.at_s for one in evidence.injections if spoils_numbers(one)]
+    restarts = [one.at_s for one in evidence.restarts]
+    for event in evidence.events:
+        after = max((at_s for at_s in spoilt if at_s <= event.monotonic_s), default=None)
+        wrong = after is not None and not any(after < at_s <= event.monotonic_s for at_s in restarts)
+        yield msgspec.structs.replace(event, loss=None) if wrong else event
 
 
 def _sources(begins: Iterable[Event]) -> str:

@@ -38,7 +38,9 @@ FILE_VARIABLE = "CKPT_KILL_FILE"
 CLOCK = "clock"
 """The point that is passed whenever the wall clock is asked."""
 STEP_ENDED = "step.ended"
-"""The point that a trainer passes when a step has ended."""
+"""The point that a trainer passes when an update is done, before the hook is told."""
+SPOILT = "spoilt"
+"""What a trainer notes once it has spoilt its numbers, with what they were and are."""
 _POLL_S = 0.01
 _HELD_S_MAX = 60.0
 """Whoever holds a process at a point lets it go again; should that one die, it goes on by itself."""
@@ -57,6 +59,8 @@ Action: TypeAlias = Literal[
     "flip",
     "tear",
     "nan",
+    "spike",
+    "weight",
     "clock",
 ]
 
@@ -142,10 +146,14 @@ class KillPoints:
         self._wait(armed)
         _acted(armed, ())
 
-    def asked(self, point: str, action: Action) -> bool:
-        """Note the point, and say whether this is to be done there now."""
-        armed = self._passing(point, ())
-        return armed is not None and armed.action == action
+    def asked(self, point: str, *about: str) -> Action | None:
+        """Note the point, and return what is to be done there now by whoever passes it."""
+        armed = self._passing(point, about)
+        return None if armed is None else armed.action
+
+    def tell(self, point: str, what: str, detail: str) -> None:
+        """Note what was done at a point, where ``fired`` finds it."""
+        self._note(f"{point} !{what} {detail}")
 
     def clock_off_s(self) -> float:
         """Return by how much the wall clock of this process is to be off now, noted when it is first so."""

@@ -15,7 +15,7 @@ from toprope.chaos.faults.kinds import injector
 from toprope.chaos.killpoints import Armed, arm_all, armed_points, fired
 from toprope.chaos.live.processes import LiveError
 from toprope.chaos.phases import NAMES_STEP, hold
-from toprope.chaos.scenario import ANY, Fault
+from toprope.chaos.scenario import Fault
 from toprope.chaos.site import Site
 from toprope.chaos.verdict import Injection
 
@@ -99,7 +99,8 @@ class Planned:
         if isinstance(fault.at_step, int):
             return self.site.newest_step() >= fault.at_step
         begun_s = self.site.begun_s()
-        return begun_s is not None and self.site.now_s() - begun_s >= (fault.at_s or 0.0)
+        at_s = 0.0 if fault.at_s is None or isinstance(fault.at_s, tuple) else fault.at_s  # a span was drawn from
+        return begun_s is not None and self.site.now_s() - begun_s >= at_s
 
     def _is_in_phase(self) -> bool:
         """Hold the process in the phase as soon as training has come near, and say whether it is there."""
@@ -170,7 +171,7 @@ class Recurring:
         if self.come and not self.come[-1].over:
             self.come[-1].turn()
         elif now_s >= self._next_s and not self._is_near_the_end():
-            self.come.append(Planned(self.site, self._drawn(), self.tell))
+            self.come.append(Planned(self.site, self.fault.drawn(self.chance), self.tell))
             self.come[-1].turn()
             self._next_s = now_s + self._gap_s()
 
@@ -180,11 +181,3 @@ class Recurring:
     def _is_near_the_end(self) -> bool:
         scenario = self.site.scenario
         return self.site.newest_step() > scenario.workload.steps - 4 * scenario.topology.object_every
-
-    def _drawn(self) -> Fault:
-        """Return what comes now: the fault itself, or one of several."""
-        fault = self.fault
-        if fault.do != ANY:
-            return fault
-        do, _, target = self.chance.choice([one.strip() for one in str(fault.how["among"]).split(";")]).partition(" ")
-        return msgspec.structs.replace(fault, do=do, target=target, how={})

@@ -19,7 +19,7 @@ from toprope.store.errors import UsageError
 from toprope.store.names import checked_id
 
 ANY = "any"
-"""The fault that is each time another one, drawn from those in ``how.among``, which are separated by semicolons."""
+"""The fault that is drawn, each time anew, from those in ``how.among``, which are separated by semicolons."""
 _Positive: TypeAlias = Annotated[int, msgspec.Meta(ge=1)]
 _Seconds: TypeAlias = Annotated[float, msgspec.Meta(ge=0.0)]
 
@@ -69,7 +69,7 @@ class Fault(_Part, frozen=True, kw_only=True):
     """One fault: what is done to whom, when, and for how long.
 
     ``do`` is a word of ``ckpt chaos list --faults``, ``target`` whom it is done to. It comes when a rank has ended step
-    ``at_step`` (of two numbers: one between them, drawn from the seed); ``at_s`` seconds after training began; while
+    ``at_step``, or ``at_s`` seconds after training began (of two numbers: one between them, drawn from the seed); while
     the process ``of`` is in the phase ``during`` (about ``at_step``, if that is given too); or again and again, every
     ``mtbf_s`` seconds on average. It is mended after ``for_s`` seconds. ``how`` has what else it needs to know.
     """
@@ -77,7 +77,7 @@ class Fault(_Part, frozen=True, kw_only=True):
     do: str
     target: str = ""
     at_step: int | tuple[int, int] | None = None
-    at_s: _Seconds | None = None
+    at_s: float | tuple[float, float] | None = None  # msgspec 0.23 crashes on bounds of a number beside a tuple
     during: str = ""
     of: str = ""
     mtbf_s: _Seconds | None = None
@@ -85,10 +85,22 @@ class Fault(_Part, frozen=True, kw_only=True):
     how: dict[str, str | int | float] = {}
 
     def drawn(self, chance: random.Random) -> Fault:
-        """Return it with one step to come at."""
-        if isinstance(self.at_step, tuple):
-            return msgspec.structs.replace(self, at_step=chance.randint(*self.at_step))
-        return self
+        """Return it with one step or time to come at, and as the one of several that it is to be."""
+        drawn = self
+        if isinstance(drawn.at_step, tuple):
+            drawn = msgspec.structs.replace(drawn, at_step=chance.randint(*drawn.at_step))
+        if isinstance(drawn.at_s, tuple):
+            drawn = msgspec.structs.replace(drawn, at_s=round(chance.uniform(*drawn.at_s), 3))
+        if drawn.do == ANY:
+            do, _, target = chance.choice(drawn.words()).partition(" ")
+            drawn = msgspec.structs.replace(drawn, do=do, target=target, how={})
+        return drawn
+
+    def words(self) -> list[str]:
+        """Return what it may be, each as a kind and a target."""
+        if self.do != ANY:
+            return [f"{self.do} {self.target}".strip()]
+        return [one.strip() for one in str(self.how.get("among", "")).split(";")]
 
     @property
     def trigger(self) -> str:
@@ -100,7 +112,10 @@ class Fault(_Part, frozen=True, kw_only=True):
             return f"after a step from {self.at_step[0]} to {self.at_step[1]}"
         if self.at_step is not None:
             return f"after step {self.at_step}"
-        return f"every {self.mtbf_s:g} s on average" if self.mtbf_s is not None else f"at {self.at_s or 0.0:g} s"
+        if self.mtbf_s is not None:
+            return f"every {self.mtbf_s:g} s on average"
+        times = self.at_s if isinstance(self.at_s, tuple) else (self.at_s or 0.0,)
+        return f"at {' to '.join(f'{at_s:g}' for at_s in times)} s"
 
 
 class Bounds(_Part, frozen=True, kw_only=True):
@@ -167,6 +182,9 @@ def _check_fault(fault: Fault, workload: Workload, *, what: str) -> None:
         raise UsageError(f"{what}: say once when it comes: at_step, at_s, during (with or without at_step) or mtbf_s")
     if bool(fault.during) != bool(fault.of):
         raise UsageError(f"{what}: during and of go together: the phase, and the process that is in it")
+    first_s, last_s = fault.at_s if isinstance(fault.at_s, tuple) else (fault.at_s or 0.0, fault.at_s or 0.0)
+    if not 0.0 <= first_s <= last_s:
+        raise UsageError(f"{what}: at_s {first_s:g} to {last_s:g}: give seconds from 0 on, the smaller number first")
     begin, end = fault.at_step if isinstance(fault.at_step, tuple) else (fault.at_step or 1, fault.at_step or 1)
     if not 1 <= begin <= end <= workload.steps:
         raise UsageError(f"{what}: at_step {begin} to {end} is not within the {workload.steps} steps of the workload")

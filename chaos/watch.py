@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from toprope.chaos.defects import switch_off_from_env
-from toprope.chaos.trainer_points import can_be_poisoned, pass_points
+from toprope.chaos.trainer_points import can_be_spoilt, pass_points
 from toprope.trainer_hooks import checkpointer as hook
 from toprope.trainer_hooks.capture.state import capture
 from toprope.trainer_hooks.checkpointer import Checkpointer
@@ -168,7 +168,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     else:
         switch_off_from_env("trainer")
         pass_points()
-        can_be_poisoned()
+        can_be_spoilt()
         listen(watch)
     sys.argv = [options.script, *options.arguments]
     sys.path.insert(0, str(Path(options.script).parent))

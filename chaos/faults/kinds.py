@@ -8,11 +8,11 @@ from types import MappingProxyType
 from toprope.chaos.faults.injector import Injector
 from toprope.chaos.faults.network import Network
 from toprope.chaos.faults.operators import Ckpt, Roll, Split, Twice
-from toprope.chaos.faults.points import Clock, Fail, NotANumber
+from toprope.chaos.faults.points import Clock, Fail, FlippedWeight, NotANumber, Spike
 from toprope.chaos.faults.processes import OutOfMemory, Pause, Quota, Signal, Slow
 from toprope.chaos.faults.storage import Damage
 from toprope.chaos.phases import hold
-from toprope.chaos.scenario import ANY, Fault, Scenario
+from toprope.chaos.scenario import Fault, Scenario
 from toprope.chaos.site import Site
 from toprope.store.errors import UsageError
 
@@ -30,6 +30,8 @@ KINDS: Mapping[str, Callable[[Site, Fault], Injector]] = MappingProxyType(
         "fail": Fail,
         "clock": Clock,
         "nan": NotANumber,
+        "spike": Spike,
+        "weight": FlippedWeight,
         "network": Network,
         "roll": Roll,
         "split": Split,
@@ -53,7 +55,6 @@ def check(scenario: Scenario) -> None:
     for fault in scenario.fault:
         if fault.during:
             hold(fault.during, fault.of, step=None, serial=0)
-        words = str(fault.how.get("among", "")).split(";") if fault.do == ANY else [fault.do]
-        for word in words:
-            if word.strip().partition(" ")[0] not in KINDS:
-                raise UsageError(f"{scenario.name}: no fault is called {word.strip()!r}; there are: {', '.join(KINDS)}")
+        for words in fault.words():
+            if (word := words.partition(" ")[0]) not in KINDS:
+                raise UsageError(f"{scenario.name}: no fault is called {word!r}; there are: {', '.join(KINDS)}")

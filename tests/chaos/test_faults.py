@@ -21,12 +21,12 @@ import torch
 from toprope.chaos.faults.injector import Injector, NotFiredError
 from toprope.chaos.faults.kinds import KINDS, injector
 from toprope.chaos.journal import Event
-from toprope.chaos.killpoints import STEP_ENDED, KillPoints, armed_points
+from toprope.chaos.killpoints import KillPoints, armed_points
 from toprope.chaos.live.processes import Process, wait_until
 from toprope.chaos.planned import HELD_S_MAX, Planned, Recurring
 from toprope.chaos.scenario import Fault, Scenario, Workload
 from toprope.chaos.site import Site, state_of
-from toprope.chaos.trainer_points import poison
+from toprope.chaos.trainer_points import ending
 from toprope.store.errors import UsageError
 from toprope.trainer_hooks.link.slot import Page, SlotState, slot_paths, write_page
 
@@ -215,31 +215,53 @@ def test_two_faults_of_one_process_do_not_disturb_each_other(job: Job) -> None:
     assert [armed.point for armed in armed_points(job.armed("sidecar a"))] == ["before:objects.create"]
 
 
-def test_a_gradient_is_spoilt_once_and_proved_by_a_step_that_loses_no_number(job: Job) -> None:
+def spoilt(job: Job, do: str, target: str, *losses: float | None) -> tuple[Injector, list[torch.nn.Linear]]:
+    """Strike after step 17, let a model of each rank end steps 20 and 21, and let rank 0 lose this from step 20 on."""
     events: list[Event] = []
-    job.journal = SimpleNamespace(events=events)  # type: ignore[attr-defined]
-    points = KillPoints(log=job.passed("rank 1"), armed=job.armed("rank 1"))
-    fault = made(job, "nan", "rank 1")
-    assert not points.asked(STEP_ENDED, "nan")
+    job.journal, job.step = SimpleNamespace(events=events), 17  # type: ignore[attr-defined]
+    fault = made(job, do, target)
     fault.strike()
-    assert points.asked(STEP_ENDED, "nan")
-    assert not points.asked(STEP_ENDED, "nan")
     assert fault.witness() == ""
-    now_s = time.monotonic()
-    events.append(Event(event="step", rank=0, pid=1, monotonic_s=now_s, step=19, loss=1.0))
-    events.append(Event(event="step", rank=0, pid=1, monotonic_s=now_s, step=20, loss=None))
-    assert fault.witness() == "a gradient of rank 1 was NaN, and rank 0 lost NaN in step 20"
+    models = []
+    for rank in range(2):
+        points = KillPoints(log=job.passed(f"rank {rank}"), armed=job.armed(f"rank {rank}"))
+        models.append(torch.nn.Linear(2, 1))
+        torch.nn.init.ones_(models[-1].weight)
+        trainer = SimpleNamespace(_parts=SimpleNamespace(models=lambda model=models[-1]: model))
+        end_step = ending(points, lambda *_: None)
+        for step in (19, 20, 21):
+            end_step(trainer, step)
+    for number, loss in enumerate(losses):
+        events.append(Event(event="step", rank=0, pid=1, monotonic_s=time.monotonic(), step=20 + number, loss=loss))
+    return fault, models
 
 
-def test_the_next_gradient_and_only_that_is_no_number() -> None:
-    model = torch.nn.Linear(2, 1)
-    poison([model])
-    spoilt = []
-    for _ in range(2):
-        model.zero_grad()
-        model(torch.ones(2)).sum().backward()
-        spoilt.append([bool(one.grad.isnan().any()) for one in model.parameters() if one.grad is not None])
-    assert spoilt == [[True, False], [False, False]]
+def test_a_gradient_is_spoilt_once_and_proved_by_a_step_that_loses_no_number(job: Job) -> None:
+    fault, models = spoilt(job, "nan", "rank 1", 1.0, None)
+    assert fault.witness() == "a gradient of rank 1 was NaN, and rank 0 lost NaN in step 21"
+    for model, times in zip(models, ((False, False), (True, False)), strict=True):
+        for is_spoilt in times:
+            model.zero_grad()
+            model(torch.ones(2)).sum().backward()
+            found = [bool(one.grad.isnan().any()) for one in model.parameters() if one.grad is not None]
+            assert found == [is_spoilt, False]
+
+
+def test_a_spike_makes_the_weights_of_all_ranks_larger_after_one_step_and_is_proved_by_the_loss(job: Job) -> None:
+    fault, models = spoilt(job, "spike", "world", 2.0, 5.0)
+    assert [model.weight.tolist() for model in models] == [[[8.0, 8.0]]] * 2
+    assert fault.witness() == "all weights were multiplied by 8 after step 20; rank 0 lost 2 in it and 5 in the next"
+
+
+def test_larger_weights_that_cost_nothing_are_no_spike(job: Job) -> None:
+    fault, _ = spoilt(job, "spike", "world", 2.0, 2.1)
+    assert fault.witness() == ""
+
+
+def test_one_weight_of_one_replica_is_flipped_and_told(job: Job) -> None:
+    fault, models = spoilt(job, "weight", "rank 1", 2.0)
+    assert [model.weight.tolist() for model in models] == [[[1.0, 1.0]], [[1.5, 1.0]]]
+    assert fault.witness() == "rank 1: a weight was 1 and is 1.5 after step 20"
 
 
 def test_a_clock_is_off_as_long_as_the_fault_lasts(job: Job) -> None:

@@ -145,6 +145,14 @@ def test_every_promise_has_evidence_that_breaks_it() -> None:
     assert {promise for promise, _ in BREAKS} == set(PROMISES)
 
 
+def test_what_steps_lose_after_a_fault_of_numbers_is_no_evidence_until_ranks_have_gone_back() -> None:
+    other = with_event(0, loss=7.0)  # step 9 again, at 14 s: it lost 1/9 at 9 s
+    spike = replace(KILL, fault="spike", target="world", at_s=8.5)
+    assert judge(evidence(events=other, injections=(KILL, spike))).broken == ()
+    assert judge(evidence(events=other, injections=(KILL, replace(spike, at_s=9.5)))).broken == ("no torn step",)
+    assert judge(evidence(events=other, injections=(KILL, replace(spike, fired=False)))).broken == ("no torn step",)
+
+
 def test_a_log_that_is_damaged_breaks_what_rests_on_it() -> None:
     verdict = judge(evidence(log_trouble="LOG_CORRUPT record 4", log=(), verified=0))
     assert verdict.broken == ("verified", "READY once")

@@ -52,6 +52,20 @@ def test_a_step_of_two_is_drawn_from_the_seed() -> None:
     assert drawn == [fault.drawn(random.Random(seed)).at_step for seed in range(30)]
 
 
+def test_a_time_of_two_and_a_fault_of_several_are_drawn_from_the_seed() -> None:
+    any_of = 'do = "any"\nhow.among = "kill rank 0; pause sidecar a"'
+    (fault,) = parse(
+        GOOD.replace('do = "kill"', any_of).replace("at_step = [10, 12]", "at_s = [0.5, 2]"), what="mine"
+    ).fault
+    assert fault.trigger == "at 0.5 to 2 s"
+    drawn = [fault.drawn(random.Random(seed)) for seed in range(30)]
+    assert drawn == [fault.drawn(random.Random(seed)) for seed in range(30)]
+    assert {(one.do, one.target, *one.how) for one in drawn} == {("kill", "rank 0"), ("pause", "sidecar a")}
+    times = [one.at_s for one in drawn if isinstance(one.at_s, float)]
+    assert len(set(times)) == 30
+    assert all(0.5 <= at_s <= 2 for at_s in times)
+
+
 @pytest.mark.parametrize(
     ("old", "new", "says"),
     [
@@ -63,6 +77,8 @@ def test_a_step_of_two_is_drawn_from_the_seed() -> None:
         ("at_step = [10, 12]", "at_step = 3\nat_s = 2.0", "say once when it comes"),
         ("at_step = [10, 12]", "at_step = 41", "at_step 41 to 41 is not within the 40 steps"),
         ("at_step = [10, 12]", "at_step = [12, 10]", "at_step 12 to 10 is not within"),
+        ("at_step = [10, 12]", "at_s = [3, 2]", "at_s 3 to 2: give seconds from 0 on"),
+        ("at_step = [10, 12]", "at_s = -1", "at_s -1 to -1: give seconds from 0 on"),
         ("at_step = [10, 12]", 'during = "object upload"', "during and of go together"),
         ("[[fault]]", "[[fault]", "not TOML"),
         ('name = "mine"', 'name = "../mine"', "'../mine'"),

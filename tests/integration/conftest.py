@@ -6,12 +6,19 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from tests.support.training import Reference
+from tests.support.trials import PERMIT, Try
 
 from toprope.chaos.journal import Final, read_finals
 from toprope.chaos.live.forking import ForkedServices, ForkServer, warm_for_services
 from toprope.chaos.live.processes import become_subreaper
 from toprope.chaos.live.ranks import World, warm_for_training
+from toprope.chaos.progress import Progress
+from toprope.chaos.running import Order, run
+from toprope.chaos.scenario import Loaded
+from toprope.chaos.stage import Stage
+from toprope.chaos.verdict import Verdict
 
 
 @pytest.fixture(scope="session")
@@ -42,3 +49,22 @@ def reference(fork_server: ForkServer, tmp_path_factory: pytest.TempPathFactory)
         return known[world, arguments]
 
     return run
+
+
+@pytest.fixture(scope="module")
+def stage() -> Iterator[Stage]:
+    with Stage() as stage:
+        yield stage
+
+
+@pytest.fixture
+def attempt(stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Try:
+    """Return a function that plays a scenario, without a safeguard if one is named."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+
+    def runs(loaded: Loaded, *, seed: int = 1, defect: str = "") -> Verdict:
+        order = Order(loaded=loaded, seed=seed, permit=PERMIT, directory=tmp_path / "run", defect=defect)
+        with Progress(Console(stderr=True)) as progress:
+            return run(order, stage, progress)
+
+    return runs

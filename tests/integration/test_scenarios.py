@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from rich.console import Console
+from tests.support.trials import Try, told
 
-from toprope.chaos.cli_scenarios import soaking
+from toprope.chaos.cli_scenarios import AMONG, soaking
 from toprope.chaos.defects import DEFECTS
 from toprope.chaos.judging import GROWN_BYTES_MAX
-from toprope.chaos.permit import Permit
-from toprope.chaos.progress import Progress
 from toprope.chaos.promises import PROMISES
-from toprope.chaos.running import Order, run
 from toprope.chaos.scenario import Loaded, load, shipped
-from toprope.chaos.stage import Stage
-from toprope.chaos.verdict import Verdict
 
-SEED = 1
-PERMIT = Permit(flag=True, environment="chaos", label="chaos")
+NEEDS_ROOT = ("oom", "oom-sidecar", "starved-sidecar")
 QUICK = ("kill-node", "disk-full")
 """What ``make test`` runs; ``make test-long`` runs the rest."""
 
@@ -40,32 +35,6 @@ SPOILT = {
 }
 """Each safeguard that can be left out, and the scenario in which that must be found: unspoilt it is survived, too."""
 
-Try = Callable[[Loaded, str], Verdict]
-
-
-@pytest.fixture(scope="module")
-def stage() -> Iterator[Stage]:
-    with Stage() as stage:
-        yield stage
-
-
-@pytest.fixture
-def attempt(stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Try:
-    """Runs a scenario, without a safeguard if one is named."""
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-
-    def runs(loaded: Loaded, defect: str) -> Verdict:
-        order = Order(loaded=loaded, seed=SEED, permit=PERMIT, directory=tmp_path / "run", defect=defect)
-        with Progress(Console(stderr=True)) as progress:
-            return run(order, stage, progress)
-
-    return runs
-
-
-def told(verdict: Verdict) -> str:
-    promises = [f"{one.name}: {one.outcome}: {one.evidence}" for one in verdict.promises if one.outcome != "held"]
-    return "\n".join([verdict.stopped, *promises, *map(str, verdict.injections), *verdict.log])
-
 
 def marked(names: tuple[str, ...], quick: tuple[str, ...]) -> list[object]:
     return [pytest.param(name, marks=() if name in quick else (pytest.mark.long,)) for name in names]
@@ -77,11 +46,13 @@ def marked(names: tuple[str, ...], quick: tuple[str, ...]) -> list[object]:
 def test_a_scenario_is_survived(
     name: str, attempt: Try, tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
-    verdict = attempt(load(name), "")
+    verdict = attempt(load(name))
 
-    if name == "oom" and any("cgroup" in one.witness or "root" in one.witness for one in verdict.unfired):
+    if name in NEEDS_ROOT and any("cgroup" in one.witness or "root" in one.witness for one in verdict.unfired):
         pytest.skip(verdict.unfired[0].witness)
     assert verdict.good, told(verdict)
+    if name == "kill-node":
+        assert any("shard 1 from peer a" in line for one in verdict.promises for line in one.evidence), told(verdict)
     audit = (tmp_path / "state" / "toprope" / "chaos.jsonl").read_text().splitlines()
     assert len(audit) == len(verdict.injections)
     for figure, value in verdict.figures.items():
@@ -92,7 +63,7 @@ def test_a_scenario_is_survived(
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("defect", marked(tuple(SPOILT), ("silent",)))
 def test_a_safeguard_that_is_left_out_is_found_and_its_promise_named(defect: str, attempt: Try) -> None:
-    verdict = attempt(load(SPOILT[defect]), defect)
+    verdict = attempt(load(SPOILT[defect]), defect=defect)
 
     assert DEFECTS[defect].promise in verdict.broken, told(verdict)
     assert not verdict.good
@@ -105,12 +76,28 @@ def test_each_promise_has_a_safeguard_that_can_be_left_out() -> None:
 
 @pytest.mark.long
 @pytest.mark.slow
+@pytest.mark.timeout(1500)
+def test_five_minutes_in_which_any_thing_is_killed_every_quarter_of_one_are_survived(
+    attempt: Try, record_property: Callable[[str, object], None]
+) -> None:
+    scenario = soaking(mtbf_s=15.0, length_s=300.0, among=AMONG)
+    verdict = attempt(Loaded(scenario=scenario, directory=Path.cwd()), seed=301)
+
+    assert verdict.good, told(verdict)
+    struck = Counter(one.target for one in verdict.injections)
+    assert struck.total() >= 15
+    record_property("killed", ", ".join(f"{target} {count}" for target, count in sorted(struck.items())))
+    record_property("seconds of training", round(verdict.seconds))
+
+
+@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.timeout(3000)
 def test_half_an_hour_of_random_faults_costs_goodput_and_nothing_else(
     attempt: Try, record_property: Callable[[str, object], None]
 ) -> None:
     scenario = soaking(mtbf_s=60.0, length_s=1800.0, among="kill rank 0; kill rank 1; kill node b; kill coordinator")
-    verdict = attempt(Loaded(scenario=scenario, directory=Path.cwd()), "")
+    verdict = attempt(Loaded(scenario=scenario, directory=Path.cwd()))
 
     assert verdict.good, told(verdict)
     assert len(verdict.injections) >= 15

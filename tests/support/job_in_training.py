@@ -14,7 +14,7 @@ from toprope.chaos.live.cluster import Cadences, Cluster, running_cluster
 from toprope.chaos.live.forking import ForkedServices, ForkServer
 from toprope.chaos.live.processes import LiveError, wait_until
 from toprope.chaos.live.ranks import World
-from toprope.chaos.oracle import compare, steps_lost_allowed, torn_restores
+from toprope.chaos.oracle import compare, torn_restores
 
 EVERY = 4
 WORLD = 2
@@ -102,14 +102,6 @@ def assert_as_if_nothing_had_happened(job: Job, reference: Reference) -> None:
     assert judgement.differences == ()
     assert judgement.identical
     assert torn_restores(job.journal.events) == ()
-
-
-def assert_no_more_lost_than_allowed(job: Job, blow: Blow) -> None:
-    """One interval if the newest due step was protected at the kill, else two."""
-    (restored,) = job.restored()
-    newest_due = blow.newest_step - blow.newest_step % EVERY
-    allowed = steps_lost_allowed(newest_due_protected=blow.protected_step >= newest_due, every=EVERY)
-    assert 0 <= blow.newest_step - restored <= allowed, f"{blow}, restored step {restored}"
 
 
 def assert_trained_through(job: Job) -> None:
