@@ -116,7 +116,9 @@ class Core:
         """Take in one event, and decide nothing that ``steer`` decides."""
         match event:
             case Heard():
-                return self._hear(event.inventory, live=event.live, now_s=event.now_s)
+                effects = self._hear(event.inventory, live=event.live, now_s=event.now_s)
+                self._count()
+                return effects
             case Hinted():
                 return self._probe(event.presence.node) if self.roll.hint(event.presence) else []
             case Probed():
@@ -449,10 +451,14 @@ class Core:
         attempt = self.log_view.state.attempt
         if attempt is None:
             return None
+        self._count()
+        return self.holdings.assess(copies=self.settings.copies, placed=self.placing.plan.copies, aim=self.aim.step)
+
+    def _count(self) -> None:
+        """Count what nodes have told of; done as they tell it, so that a decision need not wait for it."""
         for name in sorted(self.roll.told):
             self.holdings.see(self.roll.nodes[name])
         self.roll.told.clear()
-        return self.holdings.assess(copies=self.settings.copies, placed=self.placing.plan.copies, aim=self.aim.step)
 
     def _steer_keep(self, safety: protection.Safety | None, now_s: float) -> tuple[tuple[Kept, ...], int]:
         attempt = self.log_view.state.attempt

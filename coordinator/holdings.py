@@ -7,14 +7,13 @@ however many ranks there are.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 from toprope.coordinator.placement import Domain
 from toprope.coordinator.protection import Safety
 from toprope.coordinator.roll import Node
-from toprope.coordinator.wire import Copy
 
 
 class Stand(NamedTuple):
@@ -36,8 +35,17 @@ class Stand(NamedTuple):
     passing: bool
 
 
-_Said: TypeAlias = tuple[Domain, tuple[Copy, ...], tuple[int, ...]]
-"""What a node says of a rank: where it is, the copies that it holds, the steps that were skipped."""
+class _Said(NamedTuple):
+    """What a node says of a rank: where it is, the digests of the copies in its memories by step, and other steps.
+
+    A digest is empty where the node lists two that differ.
+    """
+
+    domain: Domain
+    memory: dict[int, str]
+    peer: dict[int, str]
+    stored: set[int]
+    skipped: set[int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +68,6 @@ class Holdings:
     world: int
     _said: dict[int, dict[str, _Said]] = field(default_factory=dict)
     _ranks_of: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    _stale: set[int] = field(default_factory=set)
     _ranks: dict[int, _Rank] = field(default_factory=dict)
     _steps: dict[int, dict[Stand, int]] = field(default_factory=dict)
     _newest_memory: dict[int, int] = field(default_factory=dict)
@@ -75,23 +82,26 @@ class Holdings:
                 by_node.pop(node.name, None)
                 if rank in said:
                     by_node[node.name] = said[rank]
-                self._stale.add(rank)
+                self._recount(rank, _rank(by_node.values()))
         self._ranks_of[node.name] = tuple(said)
 
     def _of(self, node: Node) -> dict[int, _Said]:
-        copies: dict[int, list[Copy]] = {}
-        skipped: dict[int, list[int]] = {}
+        domain, of_rank = node.domain, dict[int, _Said]()
         for copy in node.inventory.copies:
             counts = copy.tier != "local" and copy.world == self.world and 0 <= copy.rank < self.world
-            if counts and copy.attempt_uid == self.attempt_uid:
-                copies.setdefault(copy.rank, []).append(copy)
+            if not counts or copy.attempt_uid != self.attempt_uid:
+                continue
+            said = of_rank.get(copy.rank) or of_rank.setdefault(copy.rank, _Said(domain, {}, {}, set(), set()))
+            if copy.tier == "object":
+                said.stored.add(copy.step)
+            else:
+                held = said.memory if copy.tier == "memory" else said.peer
+                held[copy.step] = copy.digest if held.get(copy.step, copy.digest) == copy.digest else ""
         for skip in node.inventory.skipped:
             if skip.attempt_uid == self.attempt_uid and 0 <= skip.rank < self.world:
-                skipped.setdefault(skip.rank, []).append(skip.step)
-        domain = node.domain
-        return {
-            rank: (domain, tuple(copies.get(rank, ())), tuple(skipped.get(rank, ()))) for rank in {*copies, *skipped}
-        }
+                said = of_rank.get(skip.rank) or of_rank.setdefault(skip.rank, _Said(domain, {}, {}, set(), set()))
+                said.skipped.add(skip.step)
+        return of_rank
 
     def assess(self, *, copies: int, placed: int, aim: int = 0) -> Safety:
         """Return what is safe where.
@@ -99,7 +109,6 @@ class Holdings:
         ``copies`` are wanted of each snapshot, ``placed`` the living nodes allow; ``aim`` is the step that they go for,
         to which a holder comes back.
         """
-        self._recount()
         steps = sorted(step for step, tally in self._steps.items() if any(stand.listed for stand in tally))
         count = {step: self._least(step) for step in steps}
         at_hand = [step for step in steps if self._absent(step) == 0 and all(one.agreed for one in self._steps[step])]
@@ -155,17 +164,15 @@ class Holdings:
 
     # --- one rank --------------------------------------------------------------------------------------------------
 
-    def _recount(self) -> None:
-        for rank in sorted(self._stale):
-            before, now = self._ranks.get(rank, _NOTHING), _rank(self._said.get(rank, {}))
-            for step in {*before.stands, *now.stands}:
-                old, new = before.stands.get(step), now.stands.get(step)
-                if old != new:
-                    self._restand(step, old, new)
-            _move(self._newest_memory, before.newest_memory, now.newest_memory)
-            _move(self._newest_peer, before.newest_peer, now.newest_peer)
-            self._ranks[rank] = now
-        self._stale.clear()
+    def _recount(self, rank: int, now: _Rank) -> None:
+        before = self._ranks.get(rank, _NOTHING)
+        for step in before.stands.keys() | now.stands.keys():
+            old, new = before.stands.get(step), now.stands.get(step)
+            if old != new:
+                self._restand(step, old, new)
+        _move(self._newest_memory, before.newest_memory, now.newest_memory)
+        _move(self._newest_peer, before.newest_peer, now.newest_peer)
+        self._ranks[rank] = now
 
     def _restand(self, step: int, old: Stand | None, new: Stand | None) -> None:
         tally = self._steps.setdefault(step, {})
@@ -189,27 +196,18 @@ def _move(newest: dict[int, int], old: int, new: int) -> None:
         newest[new] = newest.get(new, 0) + 1
 
 
-def _rank(said: Mapping[str, _Said]) -> _Rank:
-    memory: dict[int, list[tuple[Domain, str]]] = {}
-    peer: dict[int, list[tuple[Domain, str]]] = {}
-    stored: set[int] = set()
-    skipped: set[int] = set()
-    held: dict[str, set[int]] = {}
-    for node, (domain, copies, never) in said.items():
-        skipped.update(never)
-        for copy in copies:
-            if copy.tier == "object":
-                stored.add(copy.step)
-            else:
-                (memory if copy.tier == "memory" else peer).setdefault(copy.step, []).append((domain, copy.digest))
-            if copy.tier == "peer":
-                held.setdefault(node, set()).add(copy.step)
-    newest_memory, newest_peer = max(memory, default=0), max(peer, default=0)
-    gone_by = [(max(steps), steps) for steps in held.values()]
+def _rank(said: Collection[_Said]) -> _Rank:
+    newest_memory = max((step for one in said for step in one.memory), default=0)
+    newest_peer = max((step for one in said for step in one.peer), default=0)
+    skipped = {step for one in said for step in one.skipped}
+    stored = {step for one in said for step in one.stored}
+    gone_by = [(max(one.peer), one.peer) for one in said if one.peer]
     stands = {}
-    for step in {*memory, *peer, *stored, *skipped}:
-        own, others = memory.get(step, ()), peer.get(step, ())
-        agreed = len({digest for _, digest in own} | {digest for _, digest in others}) == 1
+    for step in skipped.union(stored, *(one.memory for one in said), *(one.peer for one in said)):
+        own = [one.domain for one in said if step in one.memory]
+        others = [one.domain for one in said if step in one.peer]
+        digests = {held[step] for one in said for held in (one.memory, one.peer) if step in held}
+        agreed = len(digests) == 1 and "" not in digests
         stands[step] = Stand(
             listed=bool(own or others),
             copies=_apart(own, others) if own and agreed else -1,
@@ -217,13 +215,12 @@ def _rank(said: Mapping[str, _Said]) -> _Rank:
             stored=step in stored,
             lost=not own and (newest_memory > step or step in skipped),
             gone_on=newest_memory > step,
-            passed=any(reached > step and step not in steps for reached, steps in gone_by),
+            passed=any(reached > step and step not in held for reached, held in gone_by),
             passing=newest_peer > step,
         )
     return _Rank(stands=stands, newest_memory=newest_memory, newest_peer=newest_peer)
 
 
-def _apart(own: Sequence[tuple[Domain, str]], others: Sequence[tuple[Domain, str]]) -> int:
+def _apart(own: Sequence[Domain], others: Sequence[Domain]) -> int:
     """Return how many domains other than its own a shard is copied to."""
-    domains = {domain for domain, _ in others}
-    return max(len(domains - {domain}) for domain, _ in own)
+    return max(len({domain for domain in others if domain != mine}) for mine in own)
