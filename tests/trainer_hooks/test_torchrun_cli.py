@@ -13,7 +13,7 @@ import torch.distributed.run
 
 from toprope.__main__ import main
 from toprope.trainer_hooks.errors import UsageError
-from toprope.trainer_hooks.torchrun import cli
+from toprope.trainer_hooks.torchrun import cli, strikes
 from toprope.trainer_hooks.torchrun.settings import ENVIRONMENT
 
 Started = list[list[str]]
@@ -39,7 +39,7 @@ def meeting() -> Iterator[str]:
 
 def keeper(*python: str, frozen: float = 10.0, ends: str = "") -> list[str]:
     module = "toprope.trainer_hooks.torchrun.worker"
-    return ["--no-python", sys.executable, "-m", module, str(os.getpid()), str(frozen), ends, "", "--", *python]
+    return ["--no-python", sys.executable, "-m", module, str(os.getpid()), str(frozen), ends, "", "", "--", *python]
 
 
 def test_one_node_is_run_as_it_was_said_and_its_ranks_are_kept(started: Started) -> None:
@@ -61,6 +61,20 @@ def test_several_nodes_meet_where_they_are_told(started: Started, meeting: str, 
     assert words[5:] == [*kept, "package.train", "-x"]
 
 
+def test_a_node_that_is_to_leave_hears_of_failures_from_its_keepers(started: Started, meeting: str) -> None:
+    launch = ["launch", "--rendezvous", meeting, "--leave-after", "3", "--"]
+    assert main([*launch, "torchrun", "--nnodes=1:2", "--rdzv-id=job", "train.py"]) == 0
+    (words,) = started
+    (conf,) = (word for word in words if word.startswith("--rdzv-conf="))
+    assert "leave_after=3," in conf
+    read = int(conf.rpartition("told_by=")[2])
+    write = int(words[words.index("--") - 1])
+    strikes.tell(os.getpid(), write)
+    assert os.read(read, 8) == b"f"
+    os.close(read)
+    os.close(write)
+
+
 def test_a_place_where_nobody_listens_is_said_with_what_to_start(
     started: Started, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -79,6 +93,8 @@ def test_a_place_where_nobody_listens_is_said_with_what_to_start(
         (["launch", "--", "python", "train.py"], "is not torchrun"),
         (["launch", "--", "torchrun", "--nnodes=2", "a.py"], "give --rendezvous HOST:PORT"),
         (["launch", "--frozen-after", "0", "--", "torchrun", "a.py"], "more than 0"),
+        (["launch", "--leave-after", "-1", "--", "torchrun", "a.py"], "give how often"),
+        (["launch", "--leave-after", "2", "--", "torchrun", "a.py"], "nobody is left to go on without it"),
         (["launch", "--frozen-after", "soon", "--", "torchrun", "a.py"], "invalid float value"),
         (["launch", "--", "torchrun", "--run-path", "a.py"], "--run-path"),
         (["launch", "--warm", "torch", "--", "torchrun", "--no-python", "a.sh"], "--warm and another program"),

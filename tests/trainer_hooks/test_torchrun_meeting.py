@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import time
 from collections.abc import Iterator
@@ -22,10 +23,14 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 from toprope.trainer_hooks.torchrun import meeting
-from toprope.trainer_hooks.torchrun.meeting import Meeting, register
+from toprope.trainer_hooks.torchrun.meeting import Meeting, NodeLeavesError, register
 from toprope.trainer_hooks.torchrun.settings import BACKEND
+from toprope.trainer_hooks.torchrun.strikes import Failures, Strikes, open_pipe, tell
 
 SOON_S = 0.05
+NEW = json.dumps({"of": "", "size": 0, "first": False, "last": False})
+"""The answer of an agent that comes from no other world."""
+AGREED = {"size": 2, "uid": "before", "port": 7, "struck": None, "leaves": False}
 TORCHS = RendezvousStoreInfo(master_addr="node", master_port=1)
 
 
@@ -75,7 +80,7 @@ def agent(*rounds: tuple[int, int] | Exception) -> tuple[Meeting, Counted]:
 
 def test_all_meet_at_one_port_that_nobody_else_is_given_and_a_store_may_listen_on() -> None:
     first, counted = agent((0, 2))
-    counted.round(1).set("toprope/here/1", "")
+    counted.round(1).set("toprope/here/1", NEW)
     met = first.next_rendezvous()
     assert (met.rank, met.world_size) == (0, 2)
     assert met.bootstrap_store_info is not None
@@ -106,16 +111,16 @@ def test_agents_meet_again_when_one_that_was_counted_does_not_answer(capsys: pyt
     assert first.next_rendezvous().world_size == 1
     assert counted.met == 2
     other, counted = agent((1, 2), (0, 1))
-    counted.round(1).set("toprope/here/0", "")  # it died before it told anything
+    counted.round(1).set("toprope/here/0", NEW)  # it died before it told anything
     assert other.next_rendezvous().world_size == 1
     assert counted.met == 2
-    assert capsys.readouterr().err.count("an agent was counted and has not answered") == 2
+    assert capsys.readouterr().err.count("agents have met in vain") == 2
 
 
 def test_agents_that_count_each_other_otherwise_meet_again() -> None:
     other, counted = agent((1, 2), (1, 2))
-    counted.round(1).set("toprope/agreed", json.dumps({"world": 3, "port": 7}))
-    counted.round(2).set("toprope/agreed", json.dumps({"world": 2, "port": 7}))
+    counted.round(1).set("toprope/agreed", json.dumps(AGREED | {"size": 3}))
+    counted.round(2).set("toprope/agreed", json.dumps(AGREED))
     assert other.next_rendezvous().world_size == 2
     assert counted.met == 2
 
@@ -169,6 +174,80 @@ def fail_and_shut_down(one: Meeting) -> None:
         _ = 1 / 0
     finally:
         one.shutdown()
+
+
+def comes_from(world: str, *, first: bool, last: bool = False) -> str:
+    return json.dumps({"of": world, "size": 2, "first": first, "last": last})
+
+
+def striking(*rounds: tuple[int, int], most: int) -> tuple[Meeting, Counted, int]:
+    """An agent that hears of its ranks' failures through a pipe: the end to write to comes last."""
+    counted = Counted(iter(rounds))
+    read, write = open_pipe()
+    made = Meeting(
+        counted, counted.store, answers_s=SOON_S, strikes=Strikes(most, clock=lambda: 5000.0), failures=Failures(read)
+    )
+    return made, counted, write
+
+
+def uid_of(counted: Counted) -> str:
+    return str(json.loads(counted.round(counted.met).get("toprope/agreed"))["uid"])
+
+
+def test_a_node_whose_rank_was_the_first_to_fail_too_often_leaves(capsys: pytest.CaptureFixture[str]) -> None:
+    one, counted, write = striking((0, 2), (0, 2), (0, 2), most=2)
+    counted.round(1).set("toprope/here/1", NEW)
+    one.next_rendezvous()
+    tell(os.getpid(), write)
+    counted.round(2).set("toprope/here/1", comes_from(uid_of(counted), first=False))
+    one.next_rendezvous()
+    assert "ranks of this node were the first to fail: 1 times within an hour" in capsys.readouterr().err
+    tell(os.getpid(), write)
+    counted.round(3).set("toprope/here/1", comes_from(uid_of(counted), first=False))
+    with pytest.raises(NodeLeavesError, match="the first to fail 2 times"):
+        one.next_rendezvous()
+    assert json.loads(counted.round(3).get("toprope/agreed"))["leaves"] is True
+
+
+def test_the_others_meet_again_at_once_when_a_node_leaves() -> None:
+    other, counted, _ = striking((1, 2), (1, 2), (0, 1), most=2)
+    counted.round(1).set("toprope/agreed", json.dumps(AGREED))
+    other.next_rendezvous()
+    counted.round(2).set("toprope/agreed", json.dumps(AGREED | {"struck": 0, "leaves": True}))
+    assert other.next_rendezvous().world_size == 1
+
+
+def test_a_node_that_failed_since_another_did_is_not_to_blame() -> None:
+    one, counted, write = striking((0, 2), (0, 2), most=1)
+    counted.round(1).set("toprope/here/1", NEW)
+    one.next_rendezvous()
+    counted.round(1).compare_set("toprope/first", "", "1")
+    tell(os.getpid(), write)
+    counted.round(2).set("toprope/here/1", comes_from(uid_of(counted), first=True))
+    assert one.next_rendezvous().world_size == 2
+    assert json.loads(counted.round(2).get("toprope/agreed"))["struck"] == 1
+
+
+def test_nobody_is_to_blame_when_one_of_the_world_before_is_gone() -> None:
+    one, counted, write = striking((0, 2), (0, 2), most=1)
+    counted.round(1).set("toprope/here/1", NEW)
+    one.next_rendezvous()
+    tell(os.getpid(), write)  # since the other node was lost, which can't say so
+    counted.round(2).set("toprope/here/1", NEW)
+    assert one.next_rendezvous().world_size == 2
+    assert json.loads(counted.round(2).get("toprope/agreed"))["struck"] is None
+
+
+def test_strikes_count_for_an_hour() -> None:
+    now = [0.0]
+    strikes = Strikes(2, clock=lambda: now[0])
+    strikes.add()
+    assert strikes.is_last()
+    now[0] = 3601.0
+    assert not strikes.is_last()
+    strikes.add()
+    assert strikes.is_last()
+    assert not Strikes(0).is_last()
 
 
 def test_all_else_is_as_torch_says() -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from toprope.chaos.live.processes import Process, wait_until
+from toprope.trainer_hooks.torchrun.strikes import open_pipe
 
 SLEEPS = "import os, time; open(os.environ['PIDS'], 'a').write(f'{os.getpid()}\\n'); time.sleep(60)"
 PATIENT = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); " + SLEEPS
@@ -23,7 +24,9 @@ AWAITS_S = 15.0
 class Kept:
     """A keeper with its rank, and an agent that started it."""
 
-    def __init__(self, directory: Path, code: str, *, frozen_s: float = 60.0, agent: int | None = None) -> None:
+    def __init__(
+        self, directory: Path, code: str, *, frozen_s: float = 60.0, agent: int | None = None, pipe: str = ""
+    ) -> None:
         self.pids, self.ends = directory / "pids", directory / "ends"
         me = os.getpid() if agent is None else agent
         module = [
@@ -33,6 +36,7 @@ class Kept:
             str(frozen_s),
             str(self.ends),
             "",
+            pipe,
             "--",
         ]
         env = {"PIDS": str(self.pids), "RANK": "3", "TORCHELASTIC_RESTART_COUNT": "2"}
@@ -153,3 +157,19 @@ def test_a_command_that_is_not_there_is_named(tmp_path: Path) -> None:
     kept.command[-3:] = ["/no/such/program"]
     assert kept.start().wait(AWAITS_S) == 127
     assert "/no/such/program: No such file" in kept.log.read_text()
+
+
+@pytest.mark.parametrize(
+    ("code", "end", "said"),
+    [("raise SystemExit(3)", "by itself", b"f"), ("pass", "by itself", b""), (SLEEPS, "told", b"")],
+)
+def test_the_agent_hears_of_a_rank_that_failed_by_itself(code: str, end: str, said: bytes, tmp_path: Path) -> None:
+    read, write = open_pipe()
+    kept = Kept(tmp_path, code, pipe=str(write))
+    keeper = kept.start()
+    if end == "told":
+        keeper.stop()
+    keeper.wait(AWAITS_S)
+    os.close(write)
+    assert os.read(read, 8) == said
+    os.close(read)

@@ -12,14 +12,14 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 from toprope.trainer_hooks.errors import UsageError
-from toprope.trainer_hooks.torchrun import settings, warm
+from toprope.trainer_hooks.torchrun import settings, strikes, warm
 
-EXIT_AWAY = 4
+EXIT_FAILED, EXIT_AWAY = 1, 4
 _MODULE = "toprope.trainer_hooks.torchrun.worker"
 _MEETING = "toprope.trainer_hooks.torchrun.meeting"
 _FROZEN_S = 10.0
@@ -57,6 +57,13 @@ def launch_parser() -> argparse.ArgumentParser:
         metavar="MODULES",
         help="modules, as torch,transformers, that one process of each node imports once: ranks are forked from it",
     )
+    parser.add_argument(
+        "--leave-after",
+        type=int,
+        default=0,
+        metavar="N",
+        help="leave the job when a rank of this node was the first to fail N times within an hour (default: never)",
+    )
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- torchrun ...", help="as without ckpt launch")
     return parser
 
@@ -74,7 +81,7 @@ def rendezvous_parser() -> argparse.ArgumentParser:
 
 
 def launch(words: Sequence[str]) -> int:
-    """Run torchrun in this process, made safe; what it raises goes on to the caller, as from torchrun itself.
+    """Run torchrun in this process, made safe; what else it raises goes on to the caller, as from torchrun itself.
 
     Raises:
         UsageError: it can't be made safe; the message says what to give.
@@ -82,6 +89,8 @@ def launch(words: Sequence[str]) -> int:
     args = launch_parser().parse_args(words)
     if args.frozen_after <= 0:
         raise UsageError("--frozen-after: give more than 0 seconds")
+    if args.leave_after < 0:
+        raise UsageError("--leave-after: give how often, or 0 for never")
     command = args.command[1:] if args.command[:1] == ["--"] else args.command
     theirs = settings.without_program(command)
     os.environ.update(settings.ENVIRONMENT)
@@ -98,28 +107,39 @@ def launch(words: Sequence[str]) -> int:
         standalone=given.standalone,
         port=given.master_port,
     )
-    safe = settings.safe_words(asked, rendezvous=args.rendezvous)
+    ours, pipe = _asked_to_leave(args.leave_after)
+    safe = settings.safe_words(asked, rendezvous=args.rendezvous, ours=ours)
     place = "" if given.standalone else given.rdzv_endpoint or args.rendezvous
     if place and not _answers(place):
         return _fail(place)
-    _torch(_MEETING).register()
+    meeting = _torch(_MEETING)
+    meeting.register()
     tail = [given.training_script, *given.training_script_args]
     head = theirs[: len(theirs) - len(tail)]
-    name = _warmed(args.warm, given) if args.warm else ""
-    program = [
-        sys.executable,
-        "-m",
-        _MODULE,
-        str(os.getpid()),
-        str(args.frozen_after),
-        _absolute(args.ends),
-        name,
-        "--",
-    ]
-    if not given.no_python:
-        program += [os.environ.get("PYTHON_EXEC", sys.executable), "-u", *(["-m"] if given.module else [])]
-    run.main(settings.in_care(head, program=program, tail=tail, safe=safe))
+    try:
+        run.main(settings.in_care(head, program=_program(args, given, pipe), tail=tail, safe=safe))
+    except meeting.NodeLeavesError as error:
+        sys.stderr.write(f"ckpt launch: {error}\n")
+        return EXIT_FAILED
     return 0
+
+
+def _program(args: argparse.Namespace, given: argparse.Namespace, pipe: str) -> list[str]:
+    """Return what torchrun runs before the script: the keeper of a rank, and what that starts."""
+    name = _warmed(args.warm, given) if args.warm else ""
+    me, frozen_s, ends = str(os.getpid()), str(args.frozen_after), _absolute(args.ends)
+    keeper = [sys.executable, "-m", _MODULE, me, frozen_s, ends, name, pipe, "--"]
+    if given.no_python:
+        return keeper
+    return [*keeper, os.environ.get("PYTHON_EXEC", sys.executable), "-u", *(["-m"] if given.module else [])]
+
+
+def _asked_to_leave(after: int) -> tuple[Mapping[str, str], str]:
+    """Return what the rendezvous is told of when to leave, and the pipe that keepers are told to write to."""
+    if not after:
+        return {}, ""
+    read, write = strikes.open_pipe()
+    return {"leave_after": str(after), "told_by": str(read)}, str(write)
 
 
 def _warmed(modules: str, given: argparse.Namespace) -> str:

@@ -3,7 +3,8 @@
 A rendezvous of torch is complete once it has counted the nodes. When one of them dies right then, or has died while it
 waited for the others, they wait for its answer until a read fails, which ends them all; and an agent that ends in
 failure closes the rendezvous for everybody, for good. Here the agents answer each other first and meet again when an
-answer doesn't come; and only an agent whose ranks are done closes the rendezvous.
+answer doesn't come; and only an agent whose ranks are done closes the rendezvous. A node whose ranks are the first to
+fail again and again leaves, if it was told to: then the others have a world without it.
 
 It imports torch: only an agent does.
 """
@@ -15,12 +16,17 @@ import os
 import socket
 import sys
 import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
+from uuid import uuid4
 
 from torch._C._distributed_c10d import Store
 from torch.distributed import DistStoreError
 from torch.distributed.elastic.rendezvous import (
     RendezvousConnectionError,
+    RendezvousError,
     RendezvousHandler,
     RendezvousInfo,
     RendezvousParameters,
@@ -32,29 +38,58 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handl
 from torch.distributed.elastic.utils.store import store_timeout
 
 from toprope.trainer_hooks.torchrun.settings import BACKEND
+from toprope.trainer_hooks.torchrun.strikes import Failures, Strikes
 
 ANSWERS_S = 15.0
 """An agent looks once in 2 s whether all are there: within this it has answered, on a busy machine too."""
 TRIES = 20
 """After so many meetings in which somebody did not answer, the agent ends and says so."""
-_HERE, _AGREED = "toprope/here", "toprope/agreed"
+_HERE, _AGREED, _FIRST = "toprope/here", "toprope/agreed", "toprope/first"
+
+
+class NodeLeavesError(RendezvousError):
+    """Ranks of this node were the first to fail too often: it is not to be part of the job any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class _World:
+    """A world that this agent is or was part of."""
+
+    uid: str
+    rank: int
+    size: int
+    store: Store
 
 
 class Meeting(RendezvousHandler):
     """An agent's rendezvous: that of ``inner``, whose agents meet at ``store``, until all of a world have answered."""
 
-    def __init__(self, inner: RendezvousHandler, store: Store, *, answers_s: float = ANSWERS_S) -> None:
+    def __init__(
+        self,
+        inner: RendezvousHandler,
+        store: Store,
+        *,
+        answers_s: float = ANSWERS_S,
+        strikes: Strikes | None = None,
+        failures: Failures | None = None,
+    ) -> None:
         """Meet at ``store``; whoever has not answered within ``answers_s`` is taken for gone."""
         self._inner = inner
         self._store = store
         self._answers_s = answers_s
         self._port = _KeptPort()
+        self._strikes = strikes or Strikes(0)
+        self._failures = failures
+        self._world: _World | None = None
+        if failures is not None:
+            failures.start(self._note_failure)
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Meet, as often as it takes; return a world in which each agent has answered.
 
         Raises:
             DistStoreError, RendezvousConnectionError: somebody was missing ``TRIES`` times, or the store is gone.
+            NodeLeavesError: this node has failed too often.
             RendezvousError: what torch's own raises.
         """
         for number in range(1, TRIES + 1):
@@ -66,26 +101,69 @@ class Meeting(RendezvousHandler):
                 if number == TRIES or not _was_waiting(error):
                     raise
                 waited_s = time.monotonic() - began_s
-                _say(f"an agent was counted and has not answered ({waited_s:.0f} s): they meet again ({error})")
+                _say(f"agents have met in vain ({waited_s:.0f} s), and meet again: {error}")
         raise AssertionError
 
     def _agreed(self, met: RendezvousInfo) -> RendezvousInfo:
         """Answer, and learn from rank 0, which has all answers, where the ranks meet.
 
         Raises:
-            DistStoreError: somebody does not answer, or counts other agents.
+            DistStoreError: somebody does not answer, counts other agents, or leaves.
+            NodeLeavesError: it is this node that leaves.
         """
         store, where = met.store, met.bootstrap_store_info
         assert where is not None, "c10d tells it"
-        store.set(f"{_HERE}/{met.rank}", "")
+        store.set(f"{_HERE}/{met.rank}", json.dumps(self._answer()))
         if met.rank == 0:
-            store.wait([f"{_HERE}/{rank}" for rank in range(met.world_size)], timedelta(seconds=self._answers_s))
-            store.set(_AGREED, json.dumps({"world": met.world_size, "port": self._port.anew()}))
+            store.set(_AGREED, json.dumps(self._decide(store, met.world_size)))
         agreed = json.loads(store.get(_AGREED))
-        if agreed["world"] != met.world_size:
-            raise DistStoreError(f"rank 0 counts {agreed['world']} agents, rank {met.rank} counts {met.world_size}")
+        if agreed["size"] != met.world_size:
+            raise DistStoreError(f"rank 0 counts {agreed['size']} agents, rank {met.rank} counts {met.world_size}")
+        self._heed(agreed, met.rank)
+        self._world = _World(agreed["uid"], met.rank, met.world_size, store)
         there = RendezvousStoreInfo(master_addr=where.master_addr, master_port=int(agreed["port"]))
         return RendezvousInfo(store, met.rank, met.world_size, there)
+
+    def _answer(self) -> Mapping[str, object]:
+        """Say which world this agent comes from, and whether its end began here."""
+        before = self._world
+        if before is None:
+            return {"of": "", "size": 0, "first": False, "last": False}
+        if self._failures is not None:
+            self._failures.take()
+        first = before.store.check([_FIRST]) and before.store.get(_FIRST) == str(before.rank).encode()
+        return {"of": before.uid, "size": before.size, "first": first, "last": self._strikes.is_last()}
+
+    def _decide(self, store: Store, size: int) -> Mapping[str, object]:
+        """Return, on rank 0, what holds for all, once all have answered.
+
+        Raises:
+            DistStoreError: somebody does not answer.
+        """
+        keys = [f"{_HERE}/{rank}" for rank in range(size)]
+        store.wait(keys, timedelta(seconds=self._answers_s))
+        answers = [json.loads(store.get(key)) for key in keys]
+        struck = _to_blame(answers)
+        leaves = struck is not None and answers[struck]["last"]
+        return {"size": size, "uid": uuid4().hex, "port": self._port.anew(), "struck": struck, "leaves": leaves}
+
+    def _heed(self, agreed: Mapping[str, Any], rank: int) -> None:
+        """Take in who was to blame for the end of the world before, and whether that node leaves."""
+        if agreed["struck"] == rank:
+            self._strikes.add()
+            _say(f"ranks of this node were the first to fail: {self._strikes.count()} times within an hour")
+        if agreed["leaves"] and agreed["struck"] == rank:
+            raise NodeLeavesError(
+                f"ranks of this node were the first to fail {self._strikes.most} times within an hour"
+            )
+        if agreed["leaves"]:
+            self._world = None
+            raise DistStoreError(f"the node of rank {agreed['struck']} leaves: its ranks fail again and again")
+
+    def _note_failure(self) -> None:
+        """Say to all that a rank of this node has failed, if nobody else has said so: others fail since one did."""
+        if (world := self._world) is not None:
+            world.store.compare_set(_FIRST, "", str(world.rank))
 
     def shutdown(self) -> bool:
         """Close the rendezvous for all, unless this agent fails: then the others may go on without it."""
@@ -138,6 +216,14 @@ class _KeptPort:
         return port
 
 
+def _to_blame(answers: Sequence[Mapping[str, Any]]) -> int | None:
+    """Return the rank of the agent at which the end of their world began; None: it began with one that is gone."""
+    for rank, one in enumerate(answers):
+        if one["first"] and sum(other["of"] == one["of"] for other in answers) == one["size"]:
+            return rank
+    return None
+
+
 def _was_waiting(error: Exception) -> bool:
     """Say whether something did not come in time; else the store itself is gone, or torch tells another fault."""
     return isinstance(error, DistStoreError) or isinstance(error.__cause__, DistStoreError)
@@ -150,7 +236,13 @@ def _say(text: str) -> None:
 
 def _create(parameters: RendezvousParameters) -> RendezvousHandler:
     backend, store = create_backend(parameters)
-    return Meeting(create_handler(store, backend, parameters), store)
+    told_by = parameters.get_as_int("told_by")
+    return Meeting(
+        create_handler(store, backend, parameters),
+        store,
+        strikes=Strikes(parameters.get_as_int("leave_after", 0) or 0),
+        failures=None if told_by is None else Failures(told_by),
+    )
 
 
 def register() -> None:

@@ -50,15 +50,18 @@ class Asked:
         return self.standalone or (self.nodes.rpartition(":")[2] == "1" and not self.endpoint)
 
 
-def safe_words(asked: Asked, *, rendezvous: str) -> list[str]:
+def safe_words(asked: Asked, *, rendezvous: str, ours: Mapping[str, str] | None = None) -> list[str]:
     """Return torchrun's options for a rendezvous at ``rendezvous`` (``HOST:PORT``, or empty: where the words say).
 
-    They stand for what the user's own leave out; what would be unsafe is refused. One agent hosts its own.
+    They stand for what the user's own leave out; what would be unsafe is refused. One agent hosts its own. ``ours`` is
+    what our rendezvous is told beside.
 
     Raises:
         UsageError: the job can't be restarted reliably like this; the message says what to give.
     """
     if asked.alone and not rendezvous:
+        if ours:
+            raise UsageError("--leave-after and one node: nobody is left to go on without it; leave out --leave-after")
         theirs = asked.port is not None and not asked.standalone
         return [] if theirs else [f"--rdzv-backend={BACKEND}", "--rdzv-endpoint=localhost:0"]
     if asked.standalone:
@@ -72,7 +75,8 @@ def safe_words(asked: Asked, *, rendezvous: str) -> list[str]:
         raise UsageError(f"--rendezvous {rendezvous} and --rdzv-endpoint={endpoint}: give one of them")
     if asked.run_id == "none":
         raise UsageError("give --rdzv-id=JOB: agents of other jobs may meet at the same store")
-    conf = ",".join(f"{name}={value}" for name, value in _safe_configuration(asked.configuration).items())
+    whole = {**_safe_configuration(asked.configuration), **(ours or {})}
+    conf = ",".join(f"{name}={value}" for name, value in whole.items())
     return [f"--rdzv-backend={BACKEND}", f"--rdzv-endpoint={endpoint}", f"--rdzv-conf={conf}"]
 
 

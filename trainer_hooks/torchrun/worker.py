@@ -1,10 +1,11 @@
 """The keeper of one rank, between torchrun's agent and the trainer. It loads no torch and takes about 10 MB.
 
-``python -m toprope.trainer_hooks.torchrun.worker AGENT_PID FROZEN_S ENDS_FILE WARM -- COMMAND`` starts the command, or
-has the warm process at the socket ``WARM`` become it (empty: there is none), and ends as it does. The trainer dies
-with its keeper and the keeper with the agent, so that no orphan trains on. A trainer that stands still (SIGSTOP, a
-frozen container) for ``FROZEN_S`` seconds is killed, and at once when it is told to end, which it could not hear. Why
-it ended goes to standard error and, a JSON line each, into ENDS_FILE if one is named.
+``python -m toprope.trainer_hooks.torchrun.worker AGENT_PID FROZEN_S ENDS_FILE WARM PIPE -- COMMAND`` starts the
+command, or has the warm process at the socket ``WARM`` become it (empty: there is none), and ends as it does. The
+trainer dies with its keeper and the keeper with the agent, so that no orphan trains on. A trainer that stands still
+(SIGSTOP, a frozen container) for ``FROZEN_S`` seconds is killed, and at once when it is told to end, which it could not
+hear. Why it ended goes to standard error and, a JSON line each, into ENDS_FILE if one is named. That it failed is told
+to the agent through its file ``PIPE`` (empty: it does not ask).
 """
 
 from __future__ import annotations
@@ -96,6 +97,7 @@ class Keeper:
         self._began_s = time.monotonic()
         self._stands_since_s: float | None = None
         self._why = "by itself"
+        self.told_to_end = False
 
     @property
     def pid(self) -> int:
@@ -112,6 +114,7 @@ class Keeper:
             if told is not None and told.si_signo in _PASSED_ON:
                 self._child.send_signal(told.si_signo)
                 if told.si_signo in _TOLD_TO_END:
+                    self.told_to_end = True
                     self._why = f"it was told to end ({signal.Signals(told.si_signo).name})"
                     self._kill_if_frozen(now=True)
             self._kill_if_frozen(now=False)
@@ -150,7 +153,7 @@ def _stands_still(pid: int) -> bool:
 
 def main(words: Sequence[str] | None = None) -> int:
     """Keep one rank; end as it ended."""
-    agent, frozen_s, ends, warm, _, *command = sys.argv[1:] if words is None else words
+    agent, frozen_s, ends, warm, pipe, _, *command = sys.argv[1:] if words is None else words
     die_with_parent(int(agent))
     signal.pthread_sigmask(signal.SIG_BLOCK, _AWAITED)
     try:
@@ -158,6 +161,10 @@ def main(words: Sequence[str] | None = None) -> int:
     except OSError as error:
         return _say(f"ckpt launch: {command[0]}: {os.strerror(error.errno or 0)}", status=127)
     status = keeper.run()
+    if pipe and status != 0 and not keeper.told_to_end:
+        from toprope.trainer_hooks.torchrun.strikes import tell  # noqa: PLC0415 - needed here alone
+
+        tell(int(agent), int(pipe))
     end = keeper.end(status)
     if status != 0:
         _say(end.sentence(), status=status)
