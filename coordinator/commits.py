@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from collections.abc import Set as AbstractSet
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from toprope.coordinator import readiness
 from toprope.coordinator.effects import Commit, Effect, ReadBackHere, Say
@@ -20,6 +20,18 @@ STEPS_MAX = 32
 """So many steps are remembered while none becomes READY; a sidecar lists the newest 8 of each rank."""
 LEAST_READ_BYTES_PER_S = 20e6
 """Nodes that read objects back more slowly than this are not waited for: the coordinator reads them itself."""
+
+
+class Book(NamedTuple):
+    """What was chosen of a complete step's receipts: one for each rank, in order, and the others that these rest on."""
+
+    receipts: tuple[Receipt, ...]
+    others: tuple[Receipt, ...]
+
+    @property
+    def written(self) -> tuple[Receipt, ...]:
+        """Return all of them: what is to be read back."""
+        return (*self.receipts, *self.others)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -48,8 +60,10 @@ class Commits:
     committing: int = 0
     not_before_s: float = 0.0
     reading_here: set[str] = field(default_factory=set)
-    _books: dict[int, dict[int, Receipt]] = field(default_factory=dict)
-    """By step what was chosen of its receipts, until there are more."""
+    _books: dict[int, Book | None] = field(default_factory=dict)
+    """By step what was chosen of its receipts, until there are more; None when ranks have none that can be used."""
+    _assigned: tuple[object, tuple[ReadBackTask, ...]] = (None, ())
+    """All tasks of the step under way, and what they were assigned by."""
     _written: dict[str, Receipt] = field(default_factory=dict)
     """All receipts by key."""
 
@@ -83,8 +97,7 @@ class Commits:
         self._remember({*newest, complete, self.under_way, self.committing})
 
     def _complete(self) -> list[int]:
-        assert self.attempt is not None
-        return [step for step in sorted(self.receipts) if len(self._book(step)) == self.attempt.world_size]
+        return [step for step in sorted(self.receipts) if self._book(step) is not None]
 
     def copies(self) -> tuple[Copy, ...]:
         """Return the objects that were written."""
@@ -143,18 +156,18 @@ class Commits:
             self.under_way, self.under_way_since_s = step, now_s
         if not step:
             return []
-        receipts = self._of_ranks(step)
-        others = self._rested_on(receipts)
+        book = self._book(step)
+        assert book is not None, f"step {step} was complete"
         newest = readiness.next_step(steps, dead=self.dead, under_way=0)
-        why = readiness.spoiled((*receipts, *others), self.found)
-        if why := why or self._given_up(step, (*receipts, *others), newest=newest):
+        why = readiness.spoiled(book.written, self.found)
+        if why := why or self._given_up(step, book.written, newest=newest):
             self.dead[step] = why
             return [Say(level="error", text=f"step {step} can't become READY: {why}")]
         if now_s < self.not_before_s:
             return []
-        if all(receipt.copy.key in self.found for receipt in (*receipts, *others)):
+        if all(receipt.copy.key in self.found for receipt in book.written):
             self.committing = step
-            return [Commit(intent=self._intent(step, receipts, others))]
+            return [Commit(intent=self._intent(step, book))]
         tasks = self.tasks(readers=readers, now_s=now_s)
         here = [task for task in tasks if task.node == HERE and task.key not in self.reading_here]
         self.reading_here.update(task.key for task in here)
@@ -162,53 +175,59 @@ class Commits:
 
     def _given_up(self, step: int, receipts: Sequence[Receipt], *, newest: int) -> str:
         """Return why a newer complete step goes first: one object that can't be read must not stop them all."""
+        if not self.unanswered:
+            return ""
         about: tuple[str | int, ...] = (step, *(one.copy.key for one in receipts))
         tries = max(self.unanswered.get(what, 0) for what in about)
         if tries < UNANSWERED_MAX or newest <= step:
             return ""
         return f"the store did not answer {tries} times, and step {newest} is complete too"
 
-    def _intent(self, step: int, receipts: tuple[Receipt, ...], others: tuple[Receipt, ...]) -> CommitStep:
+    def _intent(self, step: int, book: Book) -> CommitStep:
         assert self.attempt is not None
         return CommitStep(
             attempt=self.attempt.attempt,
             attempt_uid=self.attempt.uid,
             step=step,
-            receipts=receipts,
-            others=others,
-            rested_on=frozenset(key for one in (*receipts, *others) for key in one.copy.rests_on),
+            receipts=book.receipts,
+            others=book.others,
+            rested_on=frozenset(key for one in book.written for key in one.copy.rests_on),
         )
 
     def tasks(self, *, readers: Sequence[str], now_s: float) -> tuple[ReadBackTask, ...]:
         """Return who is to read back what of the step under way; when nobody did in time the coordinator is to."""
         if self.attempt is None or not self.under_way or self.under_way in self.dead:
             return ()
-        receipts = self._of_ranks(self.under_way)
-        written = (*receipts, *self._rested_on(receipts))
-        each = sum(receipt.copy.stored_bytes for receipt in written) / max(1, len(readers))
+        book = self._book(self.under_way)
+        if book is None:
+            return ()
+        each = sum(receipt.copy.stored_bytes for receipt in book.written) / max(1, len(readers))
         slow = now_s - self.under_way_since_s >= self.read_back_deadline_s + each / LEAST_READ_BYTES_PER_S
-        return readiness.assign(written, () if slow else readers, done=self.found)
+        by = (book, () if slow else tuple(readers))
+        if by != self._assigned[0]:
+            self._assigned = (by, readiness.assign(book.written, by[1]))
+        return tuple(task for task in self._assigned[1] if task.key not in self.found)
 
-    def _book(self, step: int) -> dict[int, Receipt]:
-        """Return a receipt of a step for each rank, once each has one: one that rests on nothing without a receipt."""
+    def _book(self, step: int) -> Book | None:
+        """Return what was chosen of a step's receipts once each rank has one whose rests have receipts too."""
         assert self.attempt is not None
         ranks = self.receipts.get(step, {})
         if len(ranks) < self.attempt.world_size:
-            return {}
+            return None
         if step not in self._books:
-            written = {key for by_key in ranks.values() for key in by_key}
-            usable = {
-                rank: [one for one in by_key.values() if all(key in written for key in one.copy.rests_on)]
-                for rank, by_key in sorted(ranks.items())
-            }
-            self._books[step] = {
-                rank: min(of_rank, key=lambda one: one.copy.key) for rank, of_rank in usable.items() if of_rank
-            }
+            self._books[step] = self._chosen(ranks)
         return self._books[step]
 
-    def _of_ranks(self, step: int) -> tuple[Receipt, ...]:
-        """Return the receipts of a complete step, by rank."""
-        return tuple(receipt for _, receipt in sorted(self._book(step).items()))
+    def _chosen(self, ranks: Mapping[int, Mapping[str, Receipt]]) -> Book | None:
+        written = {key for by_key in ranks.values() for key in by_key}
+        usable = [
+            [one for one in by_key.values() if all(key in written for key in one.copy.rests_on)]
+            for _, by_key in sorted(ranks.items())
+        ]
+        if not all(usable):
+            return None
+        receipts = tuple(min(of_rank, key=lambda one: one.copy.key) for of_rank in usable)
+        return Book(receipts=receipts, others=self._rested_on(receipts))
 
     def _rested_on(self, receipts: Sequence[Receipt]) -> tuple[Receipt, ...]:
         """Return the receipts of the same step that these rest on and that are not among them."""

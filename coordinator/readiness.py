@@ -31,8 +31,8 @@ def next_step(steps: Sequence[int], *, dead: Iterable[int], under_way: int) -> i
     return under_way if under_way in usable else max(usable, default=0)
 
 
-def assign(receipts: Sequence[Receipt], readers: Sequence[str], *, done: Mapping[str, str]) -> tuple[ReadBackTask, ...]:
-    """Return who is to read back which object; ``done`` are the digests found so far, by key."""
+def assign(receipts: Sequence[Receipt], readers: Sequence[str]) -> tuple[ReadBackTask, ...]:
+    """Return who is to read back which object."""
     names = sorted(readers)
     return tuple(
         ReadBackTask(
@@ -42,7 +42,6 @@ def assign(receipts: Sequence[Receipt], readers: Sequence[str], *, done: Mapping
             digest=receipt.copy.stored_digest,
         )
         for receipt in receipts
-        if receipt.copy.key not in done
     )
 
 

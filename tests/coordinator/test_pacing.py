@@ -57,7 +57,7 @@ def test_nobody_reads_back_what_it_wrote_and_each_of_the_others_has_its_share() 
             )
             for rank in range(6)
         ]
-        return [task.node for task in assign([Receipt(node=writer, copy=one) for one in copies], names, done={})]
+        return [task.node for task in assign([Receipt(node=writer, copy=one) for one in copies], names)]
 
     assert readers(["c", "a", "b"], writer="b") == ["a", "c"] * 3
     assert readers(["c", "a"], writer="b") == ["a", "c"] * 3
