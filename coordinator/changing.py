@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import http.client
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from http import HTTPStatus
-from urllib.parse import urlsplit
 
 import msgspec
 
-from toprope.coordinator.wire import LEADER_HEADER
+from toprope.coordinator.leader import NobodyThereError, ask_leader
 from toprope.store.errors import UnavailableError, UsageError
 from toprope.store.keep.changes import Change, ChangeAnswer, ChangeRequest, append_in_passing, checked
 from toprope.store.log.chain import read_on
 from toprope.store.log.fold import JobState
 from toprope.store.objects.protocol import ObjectStore
-
-_TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,12 +49,12 @@ class Changer:
         """Ask the coordinator; say whether there is one."""
         request = ChangeRequest(job_uid=state.job_uid, change=change)
         if self.coordinator_url:
-            _ask_leader(self.coordinator_url, request, token=self.token)
+            ask(self.coordinator_url, request, token=self.token)
             return True
         if not state.url:
             return False
         try:
-            _ask_leader(state.url, request, token=self.token)
+            ask(state.url, request, token=self.token)
         except NobodyThereError:
             return False
         return True
@@ -68,69 +64,29 @@ def _checked(change: Change, state: JobState) -> Change | None:
     return checked(state, change)
 
 
-class NobodyThereError(UnavailableError):
-    """No coordinator answers at this url; nothing was asked of one."""
-
-
-class StandsByError(NobodyThereError):
-    """The coordinator at this url stands by; ``leader`` is where the one that leads is, as far as it knows."""
-
-    def __init__(self, text: str, *, leader: str) -> None:
-        super().__init__(text)
-        self.leader = leader
-
-
 def ask(url: str, request: ChangeRequest, *, token: str) -> ChangeAnswer:
-    """Ask a coordinator to make a change.
+    """Ask a coordinator, or the leader that it names, to make a change.
 
     Raises:
-        NobodyThereError: no coordinator is there, or one that stands by.
+        NobodyThereError: no coordinator is there, or only one that stands by.
         UsageError: it refuses, or wants its token.
         UnavailableError: it took the request and did not say what came of it, or it could not make the change.
     """
-    parts = urlsplit(url)
-    if parts.scheme != "http" or not parts.hostname:
-        raise UsageError(f"--coordinator {url!r} is not a url such as http://127.0.0.1:7070")
-    connection = http.client.HTTPConnection(parts.hostname, parts.port or 80, timeout=_TIMEOUT_S)
+    body = msgspec.json.encode(request)
     try:
-        status, body, leader = _posted(connection, url, msgspec.json.encode(request), token)
-    finally:
-        connection.close()
-    text = body.decode(errors="replace").strip()[:2000]
-    match status:
+        answer = ask_leader([url], "/v1/changes", method="POST", body=body, token=token)
+    except NobodyThereError:
+        raise
+    except UnavailableError as error:
+        raise UnavailableError(f"{error}: whether it made the change `ckpt log` says") from error
+    match answer.status:
         case HTTPStatus.OK:
-            return msgspec.json.decode(body, type=ChangeAnswer)
-        case HTTPStatus.UNAUTHORIZED:
-            raise UsageError(f"the coordinator at {url} wants its token: give --token-file")
-        case HTTPStatus.CONFLICT if leader is not None:
-            raise StandsByError(f"{url}: {text}", leader=leader)
+            return msgspec.json.decode(answer.body, type=ChangeAnswer)
         case HTTPStatus.CONFLICT:
-            raise UsageError(text)
+            raise UsageError(answer.text)
         case HTTPStatus.NOT_FOUND | HTTPStatus.METHOD_NOT_ALLOWED:
-            raise NobodyThereError(f"what answers at {url} is no coordinator of this version")
+            raise NobodyThereError(f"what answers at {answer.url} is no coordinator of this version")
         case _:
-            raise UnavailableError(f"the coordinator at {url} did not make the change: {text or status}")
-
-
-def _ask_leader(url: str, request: ChangeRequest, *, token: str) -> None:
-    try:
-        ask(url, request, token=token)
-    except StandsByError as error:
-        if not error.leader:
-            raise
-        ask(error.leader, request, token=token)
-
-
-def _posted(connection: http.client.HTTPConnection, url: str, body: bytes, token: str) -> tuple[int, bytes, str | None]:
-    try:
-        connection.connect()
-    except OSError as error:
-        raise NobodyThereError(f"no coordinator answers at {url} ({error}); is it running?") from error
-    try:
-        connection.request("POST", "/v1/changes", body, {"Authorization": f"Bearer {token}"} if token else {})
-        answer = connection.getresponse()
-        return answer.status, answer.read(), answer.headers.get(LEADER_HEADER)
-    except (OSError, http.client.HTTPException) as error:
-        raise UnavailableError(
-            f"the coordinator at {url} does not say whether it made the change ({error}): look with `ckpt log`"
-        ) from error
+            raise UnavailableError(
+                f"the coordinator at {answer.url} did not make the change: {answer.text or answer.status}"
+            )

@@ -16,11 +16,12 @@ from toprope.coordinator import up as up_supervisor
 from toprope.coordinator.adapters.mqtt import retained_url
 from toprope.coordinator.basing import bring_base
 from toprope.coordinator.config import COPIES_MAX, Config
+from toprope.coordinator.leader import NobodyThereError
 from toprope.coordinator.runtime import run
 from toprope.coordinator.serving import check_ready_file, read_token
 from toprope.coordinator.settings import parse_address, unwrapped
 from toprope.coordinator.wire import Cadence
-from toprope.store.errors import UsageError
+from toprope.store.errors import UnavailableError, UsageError
 from toprope.store.names import checked_id
 from toprope.store.objects.opening import open_store
 
@@ -204,7 +205,10 @@ def status(
         urls = (asyncio.run(retained_url(parse_address(broker, what="--broker"), job=checked_id(job, what="job"))),)
     else:
         urls = up_supervisor.running_urls(job, directory)
-    body = status_page.fetch_any(urls, job=job, token=read_token(token_file))
+    try:
+        body = status_page.fetch(urls, job=job, token=read_token(token_file))
+    except NobodyThereError as error:
+        raise UnavailableError(f"{error}; `ckpt ls` and `ckpt show` read the store without one") from error
     if as_json:
         print(body.decode())
     else:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import http
 from collections.abc import Sequence
+from http import HTTPStatus
 from typing import Annotated
 
 import typer
 
 from toprope.coordinator.cli_common import TokenFile
+from toprope.coordinator.leader import ask_leader
 from toprope.coordinator.serving import read_token
-from toprope.coordinator.status import asked
 from toprope.store.cli.shared import put
 from toprope.store.errors import UnavailableError, UsageError
 from toprope.store.names import checked_id
@@ -41,29 +41,14 @@ def declare_dead(
 
 
 def declare(urls: Sequence[str], node: str, *, token: str) -> None:
-    """Tell the coordinator that leads, or the one that it points to.
+    """Tell the coordinator that leads.
 
     Raises:
         UsageError: the token is wrong, or there is no such node.
         UnavailableError: none that leads answers.
     """
-    failures: list[str] = []
-    waiting = list(urls)
-    while waiting:
-        url = waiting.pop(0)
-        try:
-            status, body, leader = asked(url, token, method="PUT", path=f"/v1/nodes/{node}/dead")
-        except UnavailableError as error:
-            failures.append(str(error))
-            continue
-        if status == http.HTTPStatus.NO_CONTENT:
-            return
-        if status == http.HTTPStatus.UNAUTHORIZED:
-            raise UsageError(f"the coordinator at {url} wants its token: give --token-file")
-        if status == http.HTTPStatus.NOT_FOUND:
-            raise UsageError(f"the coordinator at {url}: {body[:2000].decode(errors='replace').strip()}")
-        failures.append(f"the coordinator at {url} answered {status}: {body[:200].decode(errors='replace').strip()}")
-        if leader and leader not in (*urls, *waiting):
-            waiting.append(leader)
-            urls = (*urls, leader)
-    raise UnavailableError("; ".join(failures))
+    answer = ask_leader(urls, f"/v1/nodes/{node}/dead", method="PUT", token=token)
+    if answer.status == HTTPStatus.NOT_FOUND:
+        raise UsageError(f"the coordinator at {answer.url}: {answer.text}")
+    if answer.status != HTTPStatus.NO_CONTENT:
+        raise UnavailableError(f"the coordinator at {answer.url} answered {answer.status}: {answer.text}")

@@ -18,6 +18,7 @@ from toprope.coordinator.cli_common import (
     objects_text,
     outcome,
 )
+from toprope.coordinator.leader import NobodyThereError, StandsByError
 from toprope.coordinator.overview import Overview
 from toprope.store.checkpoint.manifest import sha256
 from toprope.store.checkpoint.ready import read_capped
@@ -123,13 +124,13 @@ def _check_ended(url: str, job: str) -> None:
         UsageError: one does; the message says which ranks live.
     """
     try:
-        view = status.fetch(url, job="", token="")
-    except UsageError as error:  # it wants a token, so it is one
+        view = status.fetch([url], job="", token="")
+    except (UsageError, StandsByError) as error:  # one that wants a token is one
         raise UsageError(f"job {job}: a coordinator answers at {url}; end it first ({error})") from error
-    except UnavailableError as error:
-        if error.__cause__ is None:  # it may be one that is reading the log
-            raise UsageError(f"job {job}: {error}; end it first") from error
+    except NobodyThereError:
         return
+    except UnavailableError as error:  # it may be one that is reading the log, or that is frozen
+        raise UsageError(f"job {job}: {error}; end it first") from error
     found = msgspec.json.decode(view, type=Overview)
     if found.job == job:
         living = [f"rank {rank.rank} on node {rank.node}" for rank in found.ranks if rank.alive]

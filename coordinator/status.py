@@ -2,85 +2,40 @@
 
 from __future__ import annotations
 
-import contextlib
-import http.client
 import sys
 from collections.abc import Sequence
-from urllib.parse import urlsplit
+from http import HTTPStatus
 
 import msgspec
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from toprope.coordinator.leader import ask_leader
 from toprope.coordinator.overview import Overview, RankLine
-from toprope.coordinator.wire import LEADER_HEADER
 from toprope.store.errors import UnavailableError, UsageError
 from toprope.store.sizes import size_text
 
-_TIMEOUT_S = 5.0
 _RANKS_SHOWN = 32
 
 
-def fetch(coordinator_url: str, *, job: str, token: str) -> bytes:
-    """Return the status document of the coordinator at this url, or of the leader that it points to.
+def fetch(urls: Sequence[str], *, job: str, token: str) -> bytes:
+    """Return the status document of the coordinator that leads, given the url of any.
 
     Raises:
-        UnavailableError: it does not answer, or with no status, and then there is no cause.
-        UsageError: it is no url, the token is wrong, or the coordinator there serves another job.
+        UnavailableError: none that leads answers (``NobodyThereError`` if none is there), or not with a status.
+        UsageError: a url is none, the token is wrong, or the coordinator there serves another job.
     """
-    status, body, leader = asked(coordinator_url, token)
-    if status == http.HTTPStatus.CONFLICT and leader and leader != coordinator_url:
-        try:
-            status, body, _ = asked(leader, token)
-        except UnavailableError as error:
-            raise UnavailableError(
-                f"the coordinator at {coordinator_url} stands by, and the leader that it names is away: {error}"
-            ) from None
-        coordinator_url = leader
-    if status == http.HTTPStatus.UNAUTHORIZED:
-        raise UsageError(f"the coordinator at {coordinator_url} wants its token: give --token-file")
-    if status != http.HTTPStatus.OK:
-        raise UnavailableError(f"the coordinator at {coordinator_url} answered {status}: {body[:200]!r}")
+    answer = ask_leader(urls, "/v1/status", token=token)
+    if answer.status != HTTPStatus.OK:
+        raise UnavailableError(f"the coordinator at {answer.url} answered {answer.status}: {answer.text}")
     try:
-        view = msgspec.json.decode(body, type=Overview)
+        view = msgspec.json.decode(answer.body, type=Overview)
     except msgspec.MsgspecError:
-        raise UnavailableError(f"what answers at {coordinator_url} is no coordinator of this version") from None
+        raise UnavailableError(f"what answers at {answer.url} is no coordinator of this version") from None
     if job and view.job != job:
-        raise UsageError(f"the coordinator at {coordinator_url} serves job {view.job!r}, not {job!r}")
-    return body
-
-
-def fetch_any(urls: Sequence[str], *, job: str, token: str) -> bytes:
-    """Return the status document of the first of these coordinators that gives one; raises as ``fetch``."""
-    for url in urls[:-1]:
-        with contextlib.suppress(UnavailableError):
-            return fetch(url, job=job, token=token)
-    return fetch(urls[-1], job=job, token=token)
-
-
-def asked(url: str, token: str, *, method: str = "GET", path: str = "/v1/status") -> tuple[int, bytes, str]:
-    """Return status and body of a coordinator's answer, and the leader's url if it names one.
-
-    Raises:
-        UsageError: it is no url.
-        UnavailableError: it does not answer.
-    """
-    parts = urlsplit(url)
-    if parts.scheme != "http" or not parts.hostname:
-        raise UsageError(f"--coordinator {url!r} is not a url such as http://127.0.0.1:7070")
-    connection = http.client.HTTPConnection(parts.hostname, parts.port or 80, timeout=_TIMEOUT_S)
-    try:
-        connection.request(method, path, headers={"Authorization": f"Bearer {token}"} if token else {})
-        answer = connection.getresponse()
-        return answer.status, answer.read(), answer.headers.get(LEADER_HEADER, "")
-    except (OSError, http.client.HTTPException) as error:
-        raise UnavailableError(
-            f"the coordinator at {url} does not answer ({error}); is it running? "
-            "`ckpt ls` and `ckpt show` read the store without it"
-        ) from error
-    finally:
-        connection.close()
+        raise UsageError(f"the coordinator at {answer.url} serves job {view.job!r}, not {job!r}")
+    return answer.body
 
 
 def show(body: bytes) -> None:

@@ -25,13 +25,13 @@ from toprope.store.objects.directory import DirectoryStore
 
 
 @asynccontextmanager
-async def coordinator(*, status: int, leader: str = "") -> AsyncIterator[tuple[str, list[str]]]:
+async def coordinator(*, status: int, leader: str | None = None) -> AsyncIterator[tuple[str, list[str]]]:
     """Yield the url of what answers like a coordinator, and what it is asked."""
     asked: list[str] = []
 
     async def answer(request: web.Request) -> web.Response:
         asked.append(f"{request.method} {request.path}")
-        return web.Response(status=status, headers={LEADER_HEADER: leader} if leader else {})
+        return web.Response(status=status, headers={} if leader is None else {LEADER_HEADER: leader})
 
     app = web.Application()
     app.add_routes([web.put("/v1/nodes/{node}/dead", answer)])
@@ -56,8 +56,10 @@ async def test_one_that_is_away_is_passed_over() -> None:
 
 
 async def test_when_none_that_leads_answers_each_says_why() -> None:
-    async with coordinator(status=409) as (stands_by, _):
-        with pytest.raises(UnavailableError, match=r"127.0.0.1:1.*answered 409"):
+    async with coordinator(status=409, leader="") as (stands_by, _):
+        with pytest.raises(
+            UnavailableError, match=r"no coordinator answers at http://127.0.0.1:1 .*; the coordinator at .* stands by"
+        ):
             await told("http://127.0.0.1:1", stands_by)
 
 
@@ -106,7 +108,7 @@ def test_a_name_that_is_none_and_no_coordinator_are_wrong_use(capsys: pytest.Cap
     assert main(["declare-dead", "../x", "--coordinator", "http://127.0.0.1:1"]) == 64
     assert main(["declare-dead", "n1", "--coordinator", " "]) == 64
     assert main(["declare-dead", "n1", "--coordinator", "http://127.0.0.1:1"]) == 4
-    assert "does not answer" in capsys.readouterr().err
+    assert "no coordinator answers at http://127.0.0.1:1" in capsys.readouterr().err
 
 
 async def test_a_node_is_asked_what_it_adopted_and_none_is_believed_that_says_no_such_thing() -> None:

@@ -379,7 +379,7 @@ async def retained(port: int) -> Desired:
 
 def test_status_of_a_coordinator_that_is_away_is_one_line_and_exit_4(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["status", "--coordinator", f"http://127.0.0.1:{free_port()}"]) == 4
-    assert "does not answer" in only_line(capsys)
+    assert "no coordinator answers" in only_line(capsys)
 
 
 def test_status_says_what_there_is_and_gives_it_as_data(capsys: pytest.CaptureFixture[str], started: Start) -> None:
