@@ -99,8 +99,15 @@ def _site(order: Order, stage: Stage) -> Iterator[tuple[Site, str]]:
     topology = scenario.topology
     cadences = Cadences(every=topology.every, local_every=topology.local_every, object_every=topology.object_every)
     with contextlib.ExitStack() as stack:
-        cluster = Cluster(directory=order.directory, job=order.job, cadences=cadences, launch=stage.launch)
-        cluster.coordinator_words = topology.coordinator
+        cluster = Cluster(
+            directory=order.directory,
+            job=order.job,
+            cadences=cadences,
+            launch=stage.launch,
+            coordinator_words=topology.coordinator,
+            memory_mib=topology.memory_mib,
+            disk_mib=topology.disk_mib,
+        )
         site = Site(
             scenario=scenario,
             job=order.job,
@@ -139,7 +146,7 @@ def _store(site: Site) -> Iterator[str]:
     if site.scenario.topology.store == "directory":
         yield site.cluster.root
         return
-    from toprope.chaos.live.s3_server import running_s3  # noqa: PLC0415 - it loads boto3, which most runs do not need
+    from toprope.chaos.live.s3_server import running_s3  # noqa: PLC0415 - it loads botocore, which most runs do not need
 
     with running_s3(site.directory / "s3") as server, _environment(server.environment):
         server.make_bucket(BUCKET)
@@ -261,6 +268,7 @@ class _Course:
         # a coordinator that has just come knows of nothing yet; what was protected in this launch is kept all the same
         self.protected_step = max(self.protected_step, desired.protected_step)
         self.ready_step = desired.ready_step
+        self.site.told_ready |= {desired.ready_step} - {0}
         self.due_from = desired.cadence.from_step
         if self.ready_step and time.monotonic() - self._used_s > _USED_S:
             self._used_s = time.monotonic()
@@ -315,6 +323,7 @@ class _Course:
             injections=self._injections(),
             restarts=tuple(self.restarts),
             protections=tuple(self._protections),
+            told_ready=tuple(sorted(site.told_ready)),
             ready_due=self._due(),
             ready_after_s=self._ready_after_s,
             told=gathering.told(site),

@@ -11,10 +11,10 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 from urllib.parse import quote
 
-import boto3
+import botocore.session
 from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError
 
@@ -127,7 +127,7 @@ def _serves(server: S3Server) -> bool:
 
 
 def _client(endpoint: str) -> S3Client:
-    return boto3.session.Session().client(
+    client = botocore.session.Session().create_client(
         "s3",
         endpoint_url=endpoint,
         region_name="us-east-1",
@@ -140,3 +140,4 @@ def _client(endpoint: str) -> S3Client:
             s3={"addressing_style": "path"},
         ),
     )
+    return cast("S3Client", client)

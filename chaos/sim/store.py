@@ -5,7 +5,7 @@ It is an ``ObjectStore``: the real ``ThreadedStore``, ``ObjectTier`` and ``read_
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Literal, TypeAlias
 
 from toprope.chaos.sim.loop import PROCESS, SimLoop
@@ -31,7 +31,8 @@ _PAGES = (2, 1000)
 class SimStore:
     """Objects in a dict; ``ever`` has the deleted ones too. ``on_create`` and ``on_delete`` see what is applied.
 
-    ``cut`` says who can't reach it just now, and it answers none of those for whom it is ``away``.
+    ``cut`` says who can't reach it just now, and it answers none of those for whom it is ``away``. ``goes_at`` is told
+    each record that somebody appends, and says whether the store takes it late and is away from then on.
     """
 
     def __init__(self, loop: SimLoop, trace: Trace, *, fault: float, cut: Callable[[str], bool]) -> None:
@@ -39,6 +40,7 @@ class SimStore:
         self.corrupt: set[Key] = set()
         self.fault = fault
         self.away: set[str] = set()
+        self.goes_at: Callable[[bytes], bool] = lambda _record: False
         self.ever: dict[Key, bytes] = {}
         self.on_create: Callable[[Key, bytes, str], None] = lambda _key, _body, _who: None
         self.at: Callable[[str], None] = lambda _kind: None
@@ -52,6 +54,8 @@ class SimStore:
         turn()
         who = _who()
         fault = self._drawn(who, key)
+        if "/log/" in key and not fault and self.goes_at(bytes(body)):
+            fault = "late"
         if fault == "503":
             raise ThrottledError(f"{key}: slow down")
         if fault == "request lost":
@@ -104,9 +108,9 @@ class SimStore:
             raise CorruptObjectError(f"{key}: ends at byte {len(body)}, expected {start + length}")
         return body[start:] if length is None else body[start : start + length]
 
-    def read_into(self, key: Key, into: memoryview, *, start: int = 0) -> None:
-        """Fill ``into`` with bytes of an object."""
-        into[:] = self.read(key, start=start, length=len(into))
+    def stream(self, key: Key, *, start: int, length: int) -> Generator[memoryview, None, None]:
+        """Yield bytes of an object, all at once."""
+        yield memoryview(self.read(key, start=start, length=length))
 
     def size(self, key: Key) -> int:
         """Return an object's length."""

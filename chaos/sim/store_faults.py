@@ -7,7 +7,7 @@ run, so the calls of a run without a fault tell where faults can be put. The ora
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from typing import Literal, TypeAlias, cast, get_args
 
 from toprope.chaos.sim.history import Outcome, run
@@ -84,9 +84,9 @@ class PlannedStore:
         self._raise(fault, key)
         return self._inner.read(key, start=start, length=length, uncached=uncached)
 
-    def read_into(self, key: Key, into: memoryview, *, start: int = 0) -> None:
-        """Fill ``into`` with bytes of an object."""
-        into[:] = self.read(key, start=start, length=len(into))
+    def stream(self, key: Key, *, start: int, length: int) -> Generator[memoryview, None, None]:
+        """Yield bytes of an object, all at once."""
+        yield memoryview(self.read(key, start=start, length=length))
 
     def size(self, key: Key) -> int:
         """Return an object's length."""

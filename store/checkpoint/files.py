@@ -6,18 +6,14 @@ import itertools
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import dataclass
 
 from toprope.store import digest
 from toprope.store.checkpoint import codec
-from toprope.store.checkpoint.buffers import Buffers
 from toprope.store.checkpoint.manifest import File, Head, Index, Tensor
 from toprope.store.names import Key
 from toprope.store.objects.protocol import ObjectStore
-
-_BUFFERS = Buffers()
-_SHARED_FROM = 1024 * 1024
-"""What is smaller is read into memory of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,22 +95,21 @@ def image_chunks(store: ObjectStore, index: Index) -> Iterator[bytes]:
 def write_image(store: ObjectStore, index: Index, write: Callable[[int, memoryview], None]) -> None:
     """Hand a rank's image to ``write``, piece by piece with its place there, in any order and from several threads.
 
-    Each thread reads into a buffer whose pages have been found before: to write from there costs less than to have new
-    pages found, and cleared, for all that is read. Raises as a ``FileReader`` does, and as ``write`` does.
+    It comes in small pieces, each still in the cache when it is written: that costs less than to have new pages found,
+    and cleared, for all that is read. Raises as a ``FileReader`` does, and as ``write`` does.
     """
 
     def pass_on(at: int, piece: _Piece) -> bytes:
         if piece.frame is not None:
             write(at, memoryview(piece.read(store)))
             return b""
-        length = piece.end - piece.begin
-        with _BUFFERS.one(length) if length >= _SHARED_FROM else memoryview(bytearray(length)) as into:
-            store.read_into(piece.key, into, start=piece.begin)
-            write(at, into)
+        with closing(store.stream(piece.key, start=piece.begin, length=piece.end - piece.begin)) as stream:
+            for part in stream:
+                write(at, part)
+                at += len(part)
         return b""
 
-    with _BUFFERS.kept():
-        deque(_read_all(store, index, pass_on, at_once=digest.FILL_BYTES), maxlen=0)
+    deque(_read_all(store, index, pass_on, at_once=digest.FILL_BYTES), maxlen=0)
 
 
 def _read_all(

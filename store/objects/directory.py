@@ -15,7 +15,7 @@ import mmap
 import os
 import secrets
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
 
 from toprope.store.errors import (
@@ -27,7 +27,7 @@ from toprope.store.errors import (
     UsageError,
 )
 from toprope.store.names import Key, key_parts
-from toprope.store.objects.protocol import check_whole
+from toprope.store.objects.protocol import STREAM_BYTES, check_whole
 
 _WALK = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -82,18 +82,22 @@ class DirectoryStore:
             raise _ends_at(key, start + len(body), start + wanted)
         return body
 
-    def read_into(self, key: Key, into: memoryview, *, start: int = 0) -> None:
-        """Fill ``into`` with bytes of an object."""
+    def stream(self, key: Key, *, start: int, length: int) -> Generator[memoryview, None, None]:
+        """Yield bytes of an object."""
         *parents, name = key_parts(key)
         with (
             self._translated(key),
             self._directory(tuple(parents)) as directory,
             _opened(name, directory) as file,
         ):
-            wanted = _wanted(file, key, start, len(into))
-            done = _fill(file, into, start)
-        if done != wanted:
-            raise _ends_at(key, start + done, start + wanted)
+            at, end = start, start + _wanted(file, key, start, length)
+            buffer = memoryview(bytearray(min(STREAM_BYTES, length)))
+            while at < end:
+                count = os.preadv(file, [buffer[: end - at]], at)
+                if not count:
+                    raise _ends_at(key, at, end)
+                at += count
+                yield buffer[:count]
 
     def size(self, key: Key) -> int:
         """Return the length of an object in bytes."""
@@ -311,14 +315,6 @@ def _read_buffered(file: int, start: int, length: int) -> bytes:
     while len(body) < length and (more := os.pread(file, length - len(body), start + len(body))):
         body += more
     return body
-
-
-def _fill(file: int, into: memoryview, start: int) -> int:
-    """Fill ``into`` from a file, and return how many bytes of it were there."""
-    done = 0
-    while done < len(into) and (count := os.preadv(file, [into[done:]], start + done)):
-        done += count
-    return done
 
 
 def _set_direct(file: int) -> bool:

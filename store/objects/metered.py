@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing
 
 from toprope.store.names import Key
 from toprope.store.objects.protocol import ObjectStore
@@ -25,10 +26,12 @@ class MeteredStore:
         self._on_read(len(body))
         return body
 
-    def read_into(self, key: Key, into: memoryview, *, start: int = 0) -> None:
-        """Fill ``into`` with bytes of an object, and tell how many."""
-        self._store.read_into(key, into, start=start)
-        self._on_read(len(into))
+    def stream(self, key: Key, *, start: int, length: int) -> Generator[memoryview, None, None]:
+        """Yield bytes of an object, and tell of each piece how many."""
+        with closing(self._store.stream(key, start=start, length=length)) as pieces:
+            for piece in pieces:
+                self._on_read(len(piece))
+                yield piece
 
     def size(self, key: Key) -> int:
         """Return the length of an object in bytes."""

@@ -94,7 +94,7 @@ def empty_folders(root: str, job: str) -> tuple[str, ...]:
 
 
 def _s3(root: str) -> S3Store:
-    from toprope.store.objects.s3 import S3Store  # noqa: PLC0415 - boto3 takes long to load, and few need it
+    from toprope.store.objects.s3 import S3Store  # noqa: PLC0415 - botocore takes long to load, and few need it
     from toprope.store.objects.s3_clients import Clients  # noqa: PLC0415 - as above
     from toprope.store.objects.s3_location import parse_location  # noqa: PLC0415 - as above
 

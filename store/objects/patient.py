@@ -12,7 +12,8 @@ import re
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing
 from itertools import chain, repeat
 from pathlib import Path
 from typing import TypeVar
@@ -67,9 +68,19 @@ class PatientStore:
         """Return bytes of an object."""
         return self._patiently(key, lambda: self._store.read(key, start=start, length=length, uncached=uncached))
 
-    def read_into(self, key: Key, into: memoryview, *, start: int = 0) -> None:
-        """Fill ``into`` with bytes of an object."""
-        self._patiently(key, lambda: self._store.read_into(key, into, start=start))
+    def stream(self, key: Key, *, start: int, length: int) -> Generator[memoryview, None, None]:
+        """Yield bytes of an object, as soon as it is seen."""
+        pieces = self._store.stream(key, start=start, length=length)
+
+        def first() -> memoryview:
+            nonlocal pieces
+            pieces = self._store.stream(key, start=start, length=length)
+            return next(pieces, memoryview(b""))
+
+        found = self._patiently(key, first)
+        with closing(pieces):
+            yield found
+            yield from pieces
 
     def size(self, key: Key) -> int:
         """Return the length of an object in bytes."""

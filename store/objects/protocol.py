@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from typing import Protocol
 
 from toprope.store.errors import CorruptObjectError
@@ -10,6 +10,8 @@ from toprope.store.names import Key
 
 MAX_WHOLE_BYTES = 64 * 1024 * 1024
 """What ``read`` returns at most when it is given no length: nobody's memory is filled by an object of an odd size."""
+STREAM_BYTES = 256 * 1024
+"""What our own stores stream at a time: it stays in a processor's cache until it has been passed on."""
 
 
 class ObjectStore(Protocol):
@@ -35,11 +37,13 @@ class ObjectStore(Protocol):
             UnavailableError: the store did not answer.
         """
 
-    def read_into(self, key: Key, into: memoryview, *, start: int = 0) -> None:
-        """Fill ``into`` with the bytes from ``start`` on, without a copy of them. If it raises, anything may be in it.
+    def stream(self, key: Key, *, start: int, length: int) -> Generator[memoryview, None, None]:
+        """Yield ``length`` bytes from ``start`` on, in order, in pieces that are valid until the next is asked for.
+
+        Nothing is asked of the store before the first. Who may leave before the end closes it.
 
         Raises:
-            MissingObjectError, CorruptObjectError, UnavailableError: as ``read``.
+            MissingObjectError, CorruptObjectError, UnavailableError: as ``read``, here or further on.
         """
 
     def size(self, key: Key) -> int:

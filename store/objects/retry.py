@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -88,9 +88,25 @@ class RetryStore:
             lambda: self._store.read(key, start=start, length=length, uncached=uncached), when_silent=True
         )
 
-    def read_into(self, key: Key, into: memoryview, *, start: int = 0) -> None:
-        """Fill ``into`` with bytes of an object, from its beginning again with each try."""
-        self._back_off.call(lambda: self._store.read_into(key, into, start=start), when_silent=True)
+    def stream(self, key: Key, *, start: int, length: int) -> Generator[memoryview, None, None]:
+        """Yield bytes of an object; where an answer breaks off only the rest is asked for again."""
+        done = 0
+        pieces = self._store.stream(key, start=start, length=length)
+
+        def following() -> memoryview | None:
+            nonlocal pieces
+            try:
+                return next(pieces, None)
+            except UnavailableError:
+                pieces = self._store.stream(key, start=start + done, length=length - done)
+                raise
+
+        try:
+            while (piece := self._back_off.call(following, when_silent=True)) is not None:
+                done += len(piece)
+                yield piece
+        finally:
+            pieces.close()
 
     def size(self, key: Key) -> int:
         """Return the length of an object in bytes."""

@@ -11,7 +11,7 @@ import contextlib
 import logging
 import re
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from datetime import timedelta
 from functools import partial
@@ -27,7 +27,7 @@ from toprope.store.errors import (
 )
 from toprope.store.names import Key, key_parts
 from toprope.store.objects.parts import Limits, Part, plan_parts
-from toprope.store.objects.protocol import check_whole
+from toprope.store.objects.protocol import STREAM_BYTES, check_whole
 from toprope.store.objects.retry import BackOff
 from toprope.store.objects.s3_clients import PARALLEL_PARTS, Clients
 from toprope.store.objects.s3_errors import (
@@ -104,12 +104,28 @@ class S3Store:
             return b""
         return self._call(partial(self._get, key=key, start=start, length=length), what=key)
 
-    def read_into(self, key: Key, into: memoryview, *, start: int = 0) -> None:
-        """Fill ``into`` with bytes of an object; of which version they are is as with ``read``."""
-        if len(into):
-            self._call(partial(self._fill, key=key, into=into, start=start), what=key)
-        else:
+    def stream(self, key: Key, *, start: int, length: int) -> Generator[memoryview, None, None]:
+        """Yield bytes of an object; of which version they are is as with ``read``."""
+        if not length:
             self.size(key)
+            return
+        body = self._call(partial(self._asked, key=key, start=start, length=length), what=key)
+        with contextlib.closing(body):
+            # What urllib3 reads from: it and botocore copy every byte once more. Both keep these to themselves; where
+            # they have changed it is the stream itself, to the same effect.
+            answer: Any = getattr(body, "_raw_stream", None)
+            source: Any = getattr(answer, "_fp", None) or body
+            buffer = memoryview(bytearray(min(STREAM_BYTES, length)))
+            at, end = start, start + length
+            while at < end:
+                with self._in_our_words(key):
+                    count = source.readinto(buffer[: end - at])
+                if not count:
+                    raise UnavailableError(f"{key}: the answer of store {self._where} ended at byte {at} of {end}")
+                at += count
+                yield buffer[:count]
+            if answer is not None:
+                answer.release_conn()  # or each range would take a connection of its own
 
     def size(self, key: Key) -> int:
         """Return the length of an object in bytes."""
@@ -309,36 +325,22 @@ class S3Store:
     # Reading
 
     def _get(self, client: S3Client, *, key: Key, start: int, length: int | None) -> bytes:
-        with self._answered(client, key=key, start=start, length=length) as stream:
-            return stream.read()  # all of them, or it is an error of the client
+        with contextlib.closing(self._asked(client, key=key, start=start, length=length)) as body:
+            return body.read()  # all of them, or it is an error of the client
 
-    def _fill(self, client: S3Client, *, key: Key, into: memoryview, start: int) -> None:
-        with self._answered(client, key=key, start=start, length=len(into)) as stream:
-            # What urllib3 reads from: it and botocore copy every byte once more. Both keep these to themselves; where
-            # they have changed it is the stream itself, to the same effect.
-            answer: Any = getattr(stream, "_raw_stream", None)
-            source: Any = getattr(answer, "_fp", None) or stream
-            done = 0
-            while done < len(into) and (count := source.readinto(into[done:])):
-                done += count
-            if done < len(into):
-                end, wanted = start + done, start + len(into)
-                raise UnavailableError(f"{key}: the answer of store {self._where} ended at byte {end} of {wanted}")
-            if answer is not None:
-                answer.release_conn()  # or each range would take a connection of its own
-
-    @contextlib.contextmanager
-    def _answered(self, client: S3Client, *, key: Key, start: int, length: int | None) -> Iterator[StreamingBody]:
-        """Ask for bytes of an object, and yield what gives them, once they are known to be those."""
+    def _asked(self, client: S3Client, *, key: Key, start: int, length: int | None) -> StreamingBody:
+        """Ask for bytes of an object, and return what gives them, once they are known to be those: to be closed."""
         name = self._name(key)
         if start == 0 and length is None:
             answer = client.get_object(Bucket=self._bucket, Key=name)
         else:
             last = "" if length is None else start + length - 1
             answer = client.get_object(Bucket=self._bucket, Key=name, Range=f"bytes={start}-{last}")
-        with contextlib.closing(answer["Body"]) as stream:
+        with contextlib.ExitStack() as refused:
+            refused.callback(answer["Body"].close)
             self._check(key, answer, start=start, length=length)
-            yield stream
+            refused.pop_all()
+        return answer["Body"]
 
     def _check(self, key: Key, answer: GetObjectOutputTypeDef, *, start: int, length: int | None) -> None:
         """Raise unless the bytes that are to come are the ones that were asked for."""
@@ -395,8 +397,13 @@ class S3Store:
         return self._back_off.call(lambda: self._call(do, what=what), when_silent=True)
 
     def _translated(self, do: Callable[[S3Client], _T], client: S3Client, *, what: str) -> _T:
-        try:
+        with self._in_our_words(what):
             return do(client)
+
+    @contextlib.contextmanager
+    def _in_our_words(self, what: str) -> Iterator[None]:
+        try:
+            yield
         except FOREIGN as error:
             raise translated(error, what=what, where=self._where) from error
         except KeyError as error:

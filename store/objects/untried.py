@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 
 from toprope.store.names import Key
 from toprope.store.objects.protocol import ObjectStore
@@ -38,9 +38,9 @@ class UntriedStore:
         """Return bytes of an object."""
         return self._store.read(key, start=start, length=length, uncached=uncached)
 
-    def read_into(self, key: Key, into: memoryview, *, start: int = 0) -> None:
-        """Fill ``into`` with bytes of an object."""
-        self._store.read_into(key, into, start=start)
+    def stream(self, key: Key, *, start: int, length: int) -> Generator[memoryview, None, None]:
+        """Yield bytes of an object."""
+        return self._store.stream(key, start=start, length=length)
 
     def size(self, key: Key) -> int:
         """Return the length of an object in bytes."""

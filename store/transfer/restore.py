@@ -13,6 +13,7 @@ from toprope.store.errors import (
     MissingObjectError,
     NothingToVerifyError,
     StoreError,
+    UnseenObjectError,
 )
 from toprope.store.keep.holds import holding
 from toprope.store.log.chain import read_on
@@ -70,6 +71,7 @@ def restore(store: ObjectStore, state: JobState, *, to: Path, step: int | None =
         UsageError: ``to`` is taken, or its parent is not there.
         NothingToVerifyError: there is no READY to restore.
         StoreError: each is damaged; the message lists what was found.
+        UnseenObjectError: so is none, but something of each is not to be seen here.
         CkptError: ``to`` can't be written.
     """
     plan(state, step=step)
@@ -87,7 +89,10 @@ def restore(store: ObjectStore, state: JobState, *, to: Path, step: int | None =
             passed_over.append(PassedOver(seq=seq, step=state.readies[seq].step, damages=damages))
         state = read_on(store, state)  # without a hold it may have been retired while it was read
     found = "".join(f"\n  {damage}" for one in passed_over for damage in one.damages)
-    raise StoreError(f"job {state.job}: no READY checkpoint could be restored; nothing was written{found}")
+    text = f"job {state.job}: no READY checkpoint could be restored; nothing was written"
+    if all(damage.unseen for one in passed_over for damage in one.damages):
+        raise UnseenObjectError(f"{text}. Try again, or on the node that saved; or it was removed{found}")
+    raise StoreError(text + found)
 
 
 def _next(state: JobState, step: int | None, passed_over: list[PassedOver]) -> int | None:

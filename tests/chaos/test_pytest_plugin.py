@@ -19,7 +19,7 @@ from tests.support.source import ROOT
 from toprope.chaos.reports.files import read_verdict
 
 SAMPLE = ROOT / "examples" / "own-trainer"
-HEAVY = ("msgspec", "rich", "typer", "torch", "aiohttp", "boto3", "toprope.store", "toprope.chaos.running")
+HEAVY = ("msgspec", "rich", "typer", "torch", "aiohttp", "botocore", "toprope.store", "toprope.chaos.running")
 LOOKING = f"""
 import sys
 

@@ -13,7 +13,18 @@ from tests.support.source import loaded_by, modules
 
 from toprope.__main__ import PROGRAMS
 
-SERVICE_ONLY = ("aiohttp", "aiomqtt", "boto3", "iotcore", "msgspec", "prometheus_client", "rich", "typer", "xxhash")
+SERVICE_ONLY = (
+    "aiohttp",
+    "aiomqtt",
+    "boto3",
+    "botocore",
+    "iotcore",
+    "msgspec",
+    "prometheus_client",
+    "rich",
+    "typer",
+    "xxhash",
+)
 HEAVY = ("asyncio", "torch", "numpy", "multiprocessing", *SERVICE_ONLY)
 
 _RUN_WITHOUT = """
@@ -87,6 +98,11 @@ def _python(program: str, *argument: object) -> list[str]:
     return loaded
 
 
+def without(blocked: tuple[str, ...], wanted: list[str]) -> list[str]:
+    """Import these modules where those can't be had, and return what is loaded then, by its first name."""
+    return _python(_RUN_WITHOUT, blocked, wanted)
+
+
 def test_the_frames_and_the_package_of_the_hook_load_nothing_heavy() -> None:
     loaded = _python(
         _RUN_WITHOUT,
@@ -98,7 +114,7 @@ def test_the_frames_and_the_package_of_the_hook_load_nothing_heavy() -> None:
 
 @pytest.mark.slow
 def test_the_hook_needs_only_torch_and_the_standard_library() -> None:
-    loaded = _python(_RUN_WITHOUT, SERVICE_ONLY, modules("trainer_hooks"))
+    loaded = without(SERVICE_ONLY, modules("trainer_hooks"))
     assert "torch" in loaded, "the modules of the hook were not really imported"
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import mmap
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from pathlib import Path
 
 import pytest
@@ -49,15 +49,14 @@ class FillingStore(FakeStore):
             self.on_fill(start)
         return super().read(key, start=start, length=length, uncached=uncached)
 
-    def read_into(self, key: Key, into: memoryview, *, start: int = 0) -> None:
+    def stream(self, key: Key, *, start: int, length: int) -> Generator[memoryview, None, None]:
         self.on_fill(start)
-        super().read_into(key, into, start=start)
+        yield from super().stream(key, start=start, length=length)
 
 
 @pytest.fixture
 def store(monkeypatch: pytest.MonkeyPatch) -> FillingStore:
     monkeypatch.setattr("toprope.store.digest.FILL_BYTES", RANGE)
-    monkeypatch.setattr("toprope.store.checkpoint.files._SHARED_FROM", RANGE)
     return FillingStore()
 
 

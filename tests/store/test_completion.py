@@ -49,7 +49,7 @@ def test_no_program_is_loaded_to_complete_the_first_word() -> None:
 import json, sys
 from toprope.__main__ import main
 main(["--complete", "1", "v"])
-print(json.dumps(sorted({"typer", "msgspec", "rich", "boto3"} & set(sys.modules))))
+print(json.dumps(sorted({"typer", "msgspec", "rich", "botocore"} & set(sys.modules))))
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert json.loads(done.stdout.splitlines()[-1]) == []

@@ -23,7 +23,7 @@ from toprope.store.errors import (
 from toprope.store.names import Key, key_parts
 from toprope.store.objects.directory import DirectoryStore
 from toprope.store.objects.opening import absolute_root, open_store, sweep_uploads
-from toprope.store.objects.protocol import ObjectStore
+from toprope.store.objects.protocol import STREAM_BYTES, ObjectStore
 
 KEY = Key("job/log/0.json")
 
@@ -263,6 +263,20 @@ def test_digests_of_the_same_bytes_are_equal_however_they_are_read(tmp_path: Pat
     assert digest(b"") == "99aa06d3014798d86001c324468d497f"
     with pytest.raises(MissingObjectError):
         digest_of_object(store, Key("job/none"))
+
+
+def test_a_long_range_is_streamed_in_order_and_one_that_shrinks_meanwhile_is_an_error(tmp_path: Path) -> None:
+    body = os.urandom(3 * STREAM_BYTES)
+    store = DirectoryStore(tmp_path)
+    store.create(KEY, body)
+    pieces = list(map(bytes, store.stream(KEY, start=5, length=len(body) - 9)))
+    assert b"".join(pieces) == body[5:-4]
+    assert max(map(len, pieces)) <= STREAM_BYTES
+    stream = store.stream(KEY, start=0, length=len(body))
+    assert next(stream) == body[:STREAM_BYTES]
+    os.truncate(tmp_path / KEY, STREAM_BYTES)
+    with pytest.raises(CorruptObjectError, match=rf"ends at byte {STREAM_BYTES}"):
+        next(stream)
 
 
 def test_a_root_means_the_same_from_every_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,4 +23,5 @@ def test_the_bytes_that_were_read_are_told() -> None:
     store.create(Key("job/a"), b"12345")
     store.read(Key("job/a"))
     store.read(Key("job/a"), start=1, length=2)
-    assert told == [5, 2]
+    assert b"".join(map(bytes, store.stream(Key("job/a"), start=1, length=3))) == b"234"
+    assert told == [5, 2, 3]

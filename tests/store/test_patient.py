@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -20,6 +20,7 @@ from toprope.store.errors import (
     StoreError,
     UnavailableError,
     UnseenDirectoryError,
+    UnseenObjectError,
 )
 from toprope.store.log.chain import read_log
 from toprope.store.look.verify import verify_checkpoint
@@ -84,10 +85,10 @@ class OtherNode(DirectoryStore):
             return b""
         return super().read(key, start=start, length=length, uncached=uncached)
 
-    def read_into(self, key: Key, into: memoryview, *, start: int = 0) -> None:
+    def stream(self, key: Key, *, start: int, length: int) -> Generator[memoryview, None, None]:
         if self.hides(key):
-            self.refuse(key, len(into))
-        super().read_into(key, into, start=start)
+            self.refuse(key, length)
+        yield from super().stream(key, start=start, length=length)
 
     def refuse(self, key: Key, length: int | None) -> None:
         if self.seen == "missing":
@@ -171,6 +172,33 @@ def test_verify_tells_what_stays_unseen_from_what_is_damaged(
     assert status == StoreError.exit_status
     assert re.findall(r"^\w+", out, re.MULTILINE) == ["UNSEEN", "DAMAGED"]
     assert err.splitlines()[-1].startswith("DAMAGED: ")
+
+
+@pytest.mark.parametrize("seen", ["missing", "empty"])
+def test_restore_tells_what_stays_unseen_from_what_is_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], seen: str
+) -> None:
+    root = tmp_path / "root"
+    root.mkdir()
+    small_store(DirectoryStore(root), steps=(10, 20))
+
+    def restored() -> tuple[int, str]:
+        other = patient(OtherNode(root, Clock(), lag_s=REST_S, seen=seen, only=".safetensors"))
+        with monkeypatch.context() as there:
+            there.setattr("toprope.store.cli.checkpoints.open_store", lambda _: other)
+            status = main(["restore", str(root), "--to", str(tmp_path / "out")])
+        assert not (tmp_path / "out").exists()
+        return status, capsys.readouterr().err
+
+    status, err = restored()
+    assert status == UnseenObjectError.exit_status
+    assert "Try again" in err
+    assert err.count("not visible yet, or removed") == 2
+    for manifest in root.glob("job/manifests/*"):
+        manifest.write_bytes(b"{}")
+    status, err = restored()
+    assert status == StoreError.exit_status
+    assert "Try again" not in err
 
 
 def test_patience_that_was_rewarded_is_there_again_and_such_as_was_in_vain_only_later(tmp_path: Path) -> None:

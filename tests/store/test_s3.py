@@ -43,7 +43,7 @@ from toprope.store.objects import s3
 from toprope.store.objects.opening import open_store, sweep_uploads
 from toprope.store.objects.parts import Limits
 from toprope.store.objects.protocol import ObjectStore
-from toprope.store.objects.retry import BackOff
+from toprope.store.objects.retry import BackOff, RetryStore
 from toprope.store.objects.s3 import S3Store
 from toprope.store.objects.s3_clients import Clients
 from toprope.store.objects.s3_location import parse_location
@@ -414,15 +414,42 @@ def test_an_answer_that_ends_early_fills_nothing_that_is_believed(strict: Strict
     store = store_on(strict)
     store.create(KEY, LARGE)
     strict.rules.append(Rule(operation="GetObject", fault="body cut short", times=1))
-    into = memoryview(bytearray(len(LARGE)))
+    pieces = list[bytes]()
     with pytest.raises(UnavailableError, match=rf"ended at byte \d+ of {len(LARGE)}"):
-        store.read_into(KEY, into)
-    store.read_into(KEY, into)
-    assert bytes(into) == LARGE
+        pieces.extend(map(bytes, store.stream(KEY, start=0, length=len(LARGE))))
+    assert LARGE.startswith(b"".join(pieces))
+    assert b"".join(map(bytes, store.stream(KEY, start=0, length=len(LARGE)))) == LARGE
+
+
+def test_after_an_answer_that_ends_early_only_the_rest_is_asked_for(
+    strict: StrictS3, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(s3, "STREAM_BYTES", 1000)
+    store = RetryStore(store_on(strict), AT_ONCE)
+    store.create(KEY, LARGE)
+    strict.rules.append(Rule(operation="GetObject", fault="body cut short", times=2))
+    pieces = list(map(bytes, store.stream(KEY, start=2, length=len(LARGE) - 4)))
+    assert b"".join(pieces) == LARGE[2:-2]
+    assert max(map(len, pieces)) <= 1000
+    half, quarter = 2 + (len(LARGE) - 4) // 2, 2 + (len(LARGE) - 4) * 3 // 4
+    asked = [call.headers["range"] for call in strict.asked("GetObject")]
+    assert asked == [f"bytes={start}-{len(LARGE) - 3}" for start in (2, half, quarter)]
+
+
+def test_a_stream_that_is_left_early_leaves_nothing_of_it_to_the_next(
+    strict: StrictS3, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(s3, "STREAM_BYTES", 1000)
+    store = store_on(strict)
+    store.create(KEY, LARGE)
+    stream = store.stream(KEY, start=0, length=len(LARGE))
+    assert next(stream) == LARGE[:1000]
+    stream.close()
+    assert b"".join(map(bytes, store.stream(KEY, start=0, length=len(LARGE)))) == LARGE
 
 
 @pytest.mark.parametrize("hidden", [(), ("_fp",), ("_raw_stream",)], ids=["as it is", "no _fp", "no _raw_stream"])
-def test_ranges_that_are_read_into_their_place_share_a_connection(
+def test_ranges_that_are_streamed_share_a_connection(
     strict: StrictS3, monkeypatch: pytest.MonkeyPatch, hidden: tuple[str, ...]
 ) -> None:
     connects: list[object] = []
@@ -439,10 +466,10 @@ def test_ranges_that_are_read_into_their_place_share_a_connection(
     monkeypatch.setattr(s3, "getattr", looked_up, raising=False)
     store = store_on(strict)
     store.create(KEY, LARGE)
-    before, into = len(connects), memoryview(bytearray(len(LARGE)))
+    before, found = len(connects), b""
     for start in range(0, len(LARGE), 300):
-        store.read_into(KEY, into[start : start + 300], start=start)
-    assert bytes(into) == LARGE
+        found += b"".join(map(bytes, store.stream(KEY, start=start, length=min(300, len(LARGE) - start))))
+    assert found == LARGE
     assert len(connects) - before <= 1
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from typing import Literal, TypeAlias
 
 from toprope.store.errors import AlreadyExistsError, CorruptObjectError, MissingObjectError, UnavailableError
 from toprope.store.names import Key
 
+STREAMED = 64 * 1024
 Fault: TypeAlias = Literal["none", "request lost", "reply lost", "late"]
 
 
@@ -60,8 +61,9 @@ class FakeStore:
             raise CorruptObjectError(f"{key}: ends at byte {len(body)}, expected {start + length}")
         return body[start:] if length is None else body[start : start + length]
 
-    def read_into(self, key: Key, into: memoryview, *, start: int = 0) -> None:
-        into[:] = self.read(key, start=start, length=len(into))
+    def stream(self, key: Key, *, start: int, length: int) -> Generator[memoryview, None, None]:
+        whole = memoryview(self.read(key, start=start, length=length))
+        yield from (whole[at : at + STREAMED] for at in range(0, length, STREAMED))
 
     def size(self, key: Key) -> int:
         return len(self.read(key))
