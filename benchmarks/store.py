@@ -7,7 +7,7 @@ compared with the source, outside of the time. Besides the time, three things ar
 client and of the server, and the most anonymous memory that it had. Where the server takes most of the processor, it
 bounds them all alike: then read the processor seconds. The time holds a process's start.
 
-    python benchmarks/store.py [--mib 4096] [--rounds 5] [--aws PATH] [--crt PYTHON] [--json FILE]
+    python benchmarks/store.py [--mib 4096] [--rounds 5] [--ways up down] [--aws PATH] [--crt PYTHON] [--json FILE]
 
 The aws CLI is looked for at ``--aws`` (it pins a botocore of its own: install it in an environment of its own), rclone
 on the PATH; who is not there does not take part. ``--crt`` is a Python that has ``awscrt``: that client takes no port,
@@ -37,6 +37,7 @@ from typing import Any
 MIB = 1024 * 1024
 MEMORY = Path("/dev/shm")  # noqa: S108 - the tmpfs that slots are made for
 BUCKET = "bench"
+WAYS = ("up", "down")
 CLIENTS = ("ours", "s3transfer", "aws", "rclone", "crt")
 _HTTP_PORT = 80
 _BASELINE = "s3transfer"
@@ -60,6 +61,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--mib", type=int, default=4096, help="size of the object")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS, help="up, down or both")
     parser.add_argument("--aws", default="aws", help="the aws CLI")
     parser.add_argument("--crt", default="", help="a Python that has awscrt")
     parser.add_argument("--json", type=Path, help="write the figures as JSON too")
@@ -69,8 +71,9 @@ def main() -> None:
         transfer(*options.transfer)
         return
     samples: list[Sample] = []
+    ways = tuple(way for way in WAYS if way in options.ways)
     with contextlib.suppress(KeyboardInterrupt):  # the rounds that are done count
-        for found in measure(mib=options.mib, rounds=options.rounds, aws=options.aws, crt=options.crt):
+        for found in measure(mib=options.mib, rounds=options.rounds, ways=ways, aws=options.aws, crt=options.crt):
             samples += found
             figures = figures_of(samples, mib=options.mib)
             show(figures)
@@ -79,7 +82,7 @@ def main() -> None:
                 options.json.write_text(json.dumps(figures | {"samples": every}, indent=2) + "\n")
 
 
-def measure(*, mib: int, rounds: int, aws: str, crt: str) -> Iterator[list[Sample]]:
+def measure(*, mib: int, rounds: int, ways: tuple[str, ...], aws: str, crt: str) -> Iterator[list[Sample]]:
     """Run all rounds, and yield the samples of each."""
     programs = {"aws": aws, "rclone": "rclone", "crt": crt}
     clients = [client for client in CLIENTS if client not in programs or shutil.which(programs[client])]
@@ -90,7 +93,7 @@ def measure(*, mib: int, rounds: int, aws: str, crt: str) -> Iterator[list[Sampl
         for number in range(rounds):
             turns = clients[number % len(clients) :] + clients[: number % len(clients)]
             print(f"round {number + 1} of {rounds}", file=sys.stderr)
-            yield one_round(turns, source, digest=digest, aws=aws, crt=crt)
+            yield one_round(turns, source, ways=ways, digest=digest, aws=aws, crt=crt)
 
 
 def make_source(path: Path, *, mib: int) -> str:
@@ -104,8 +107,10 @@ def make_source(path: Path, *, mib: int) -> str:
     return hasher.hexdigest()
 
 
-def one_round(turns: list[str], source: Path, *, digest: str, aws: str, crt: str) -> list[Sample]:
-    """Let each client upload and then each download, from a fresh server."""
+def one_round(
+    turns: list[str], source: Path, *, ways: tuple[str, ...], digest: str, aws: str, crt: str
+) -> list[Sample]:
+    """Let each client upload and then each download, or one of these, from a fresh server."""
     from toprope.chaos.live.s3_server import running_s3  # noqa: PLC0415 - not in the process of a transfer
 
     samples = []
@@ -118,10 +123,12 @@ def one_round(turns: list[str], source: Path, *, digest: str, aws: str, crt: str
         env = os.environ | server.environment
         env.pop("AWS_CA_BUNDLE", None)  # rclone refuses it
         for way, file in (("up", source), ("down", target)):
-            for client in turns:
+            # What all download has to be there, though it may be that nobody measures how it came.
+            for client in turns if way in ways else [_BASELINE] if way == "up" else []:
                 root = server.root(BUCKET, client if way == "up" else _BASELINE)
                 command = _command(client, way, root=root, endpoint=server.endpoint, file=file, aws=aws, crt=crt)
-                samples.append(timed(command, client=client, way=way, env=env, server_pid=server.process.pid))
+                sample = timed(command, client=client, way=way, env=env, server_pid=server.process.pid)
+                samples += [sample] if way in ways else []
                 if way == "down":
                     check(file, digest, client)
                     file.unlink()
@@ -294,7 +301,7 @@ def their_download(root: str, path: Path) -> None:
 def figures_of(samples: list[Sample], *, mib: int) -> dict[str, Any]:
     """Return medians for each way and client, and each client's speed as a share of the best one's."""
     rows: dict[str, dict[str, dict[str, float]]] = {}
-    for way in ("up", "down"):
+    for way in dict.fromkeys(one.way for one in samples):
         of_way = [one for one in samples if one.way == way]
         medians = {
             client: {
