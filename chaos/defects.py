@@ -7,6 +7,7 @@ the same seed passes without it and must fail with it, naming the promise.
 from __future__ import annotations
 
 import os
+import stat
 import subprocess
 import sys
 import time
@@ -99,6 +100,16 @@ def _raises_without_sidecar(before: Any) -> Any:  # noqa: ANN401 - stands in for
     return save
 
 
+def _draws(before: Any) -> Any:  # noqa: ANN401 - stands in for any function
+    def save(self: Any, step: int) -> None:  # noqa: ANN401 - as Saver._save
+        import torch  # noqa: PLC0415 - in trainers alone
+
+        torch.rand(1)
+        before(self, step)
+
+    return save
+
+
 def _waits_for_a_sidecar(before: Any) -> Any:  # noqa: ANN401 - stands in for any function
     def save(self: Any, step: int) -> None:  # noqa: ANN401 - as Saver._save
         end_s = time.monotonic() + _WAIT_S
@@ -128,6 +139,20 @@ def _leaves_a_child(before: Any) -> Any:  # noqa: ANN401 - stands in for any fun
     return store
 
 
+def _names_unsynced(before: Any) -> Any:  # noqa: ANN401 - stands in for a module
+    """Sync files, and no directory: a power cut takes their names."""
+
+    class Forgetful:
+        def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - whatever ``os`` has
+            return getattr(before, name)
+
+        def fsync(self, descriptor: int) -> None:
+            if stat.S_ISREG(os.fstat(descriptor).st_mode):
+                os.fsync(descriptor)
+
+    return Forgetful()
+
+
 def _nothing(_before: Any) -> Callable[..., None]:  # noqa: ANN401 - stands in for any function
     return lambda *_args, **_kwargs: None
 
@@ -141,6 +166,12 @@ DEFECTS: dict[str, Defect] = {
         promise="bit-identical",
         safeguard="random streams are brought back exactly",
         patches={(_HOOK, "Checkpointer.restore"): _one_draw_ahead},
+    ),
+    "draws-while-saving": Defect(
+        role="trainer",
+        promise="bit-identical",
+        safeguard="saving draws no random number",
+        patches={_SAVER: _draws},
     ),
     "unapplied": Defect(
         role="trainer",
@@ -165,6 +196,12 @@ DEFECTS: dict[str, Defect] = {
         promise="READY once",
         safeguard="each record is written to one number of the log",
         patches={("toprope.coordinator.adapters.objects", "ThreadedStore.create_record"): _written_twice},
+    ),
+    "names-unsynced": Defect(
+        role="coordinator",
+        promise="READY once",
+        safeguard="the name of a record is synced before the record counts",
+        patches={("toprope.store.objects.directory", "os"): _names_unsynced},
     ),
     "never-again": Defect(
         role="sidecar",

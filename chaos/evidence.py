@@ -56,7 +56,10 @@ class Use(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Evidence(msgspec.Struct, frozen=True, kw_only=True):
-    """See above. ``ready_after_s``: from the last step's end until the last due one was READY; negative: it was not."""
+    """See above. ``told_ready``: steps that a coordinator has said to be READY.
+
+    ``ready_after_s``: from the last step's end until the last due one was READY; negative: it was not.
+    """
 
     scenario: Scenario
     seed: int
@@ -68,6 +71,7 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
     injections: tuple[Injection, ...] = ()
     restarts: tuple[Restart, ...] = ()
     readies: tuple[ReadyFact, ...] = ()
+    told_ready: tuple[int, ...] = ()
     protections: tuple[Protection, ...] = ()
     log: tuple[str, ...] = ()
     log_trouble: str = ""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from toprope.chaos.verdict import Injection
 
-_ENDS_TRAINERS = {"kill", "segfault", "terminate", "oom"}
+_ENDS_TRAINERS = {"kill", "segfault", "terminate", "oom", "fill", "power"}
+_HOLD_RANKS = {"rank", "node", "all"}
 _COST_NO_SLOTS = {"flip", "tear", "ckpt", "twice", "spike"}
 _SPOIL_NUMBERS = {"nan", "spike", "weight"}
 _PORTS_OF_PROTECTION = ("pages.", "peers.", "coordinator.", "broker.", "nodes.")
@@ -25,12 +26,12 @@ def costs_protection(one: Injection) -> bool:
         return False
     if one.fault == "fail":
         return one.witness.partition(":")[2].startswith(_PORTS_OF_PROTECTION)
-    return one.target.partition(" ")[0] in {"sidecar", "coordinator", "broker", "services"}
+    return one.target.partition(" ")[0] in {"sidecar", "coordinator", "broker", "services", "all"}
 
 
 def ends_trainers(fault: str, target: str) -> bool:
     """Say whether a fault ends ranks, so that the world is started again."""
-    return fault in _ENDS_TRAINERS and target.partition(" ")[0] in {"rank", "node"}
+    return fault in _ENDS_TRAINERS and target.partition(" ")[0] in _HOLD_RANKS
 
 
 def spoils_numbers(one: Injection) -> bool:

@@ -155,6 +155,9 @@ def _once(evidence: Evidence) -> Finding:
     for (attempt, step), count in Counter((one.attempt, one.step) for one in evidence.readies).items():
         if count > 1:
             broken.append(f"step {step} of attempt {attempt} is READY {count} times")
+    there = {one.step for one in evidence.readies}
+    lost = [step for step in evidence.told_ready if step not in there]
+    broken += [f"step {step} was said to be READY, and there is no record of it in the log" for step in lost]
     return _finding(broken, f"{len(evidence.log)} records, {len(evidence.readies)} of them READY, each step once")
 
 

@@ -7,7 +7,7 @@ PROMISES: dict[str, str] = {
     "no torn step": "after a restart all ranks go on from one step, and a step done again loses what it lost before",
     "little lost": "no more steps are lost than the cadence and what was protected allow",
     "verified": "every READY checkpoint verifies, byte for byte",
-    "READY once": "the job log is whole and legal, and no step of an attempt is READY twice",
+    "READY once": "the job log is whole and legal, no step of an attempt is READY twice, none that was is lost",
     "READY again": "once the faults are mended, the newest step that is due, and was saved by all ranks, becomes READY",
     "protected again": "when nothing disturbs it any more, a newer step is protected within its bound",
     "training goes on": "no fault outside the trainer ends or restarts it",

@@ -31,7 +31,9 @@ class _Part(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 class Topology(_Part, frozen=True, kw_only=True):
     """Nodes with the ranks of each; the store; every how many steps a snapshot goes to which tier.
 
-    ``coordinator``: what else the coordinator is told on its command line.
+    ``coordinator``: what else the coordinator is told on its command line. ``memory_mib``: how large each node's memory
+    is, a tmpfs of its own; ``disk_mib``: how large its disk is, and that of a store in a directory, ext4 in a file.
+    Both take root; 0: they share what this machine has.
     """
 
     nodes: Annotated[tuple[str, ...], msgspec.Meta(min_length=1)] = ("a", "b")
@@ -41,6 +43,8 @@ class Topology(_Part, frozen=True, kw_only=True):
     local_every: _Positive = 4
     object_every: _Positive = 8
     coordinator: tuple[str, ...] = ()
+    memory_mib: Annotated[int, msgspec.Meta(ge=0)] = 0
+    disk_mib: Annotated[int, msgspec.Meta(ge=0)] = 0
 
     @property
     def world(self) -> int:

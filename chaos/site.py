@@ -42,6 +42,8 @@ class Site:
     """Processes that were started besides and are ended with the rest."""
     more_env: dict[str, str] = field(default_factory=dict)
     """What else each process finds in its environment: how a store is reached."""
+    told_ready: set[int] = field(default_factory=set)
+    """The steps that a coordinator has said to be READY."""
     proxies: dict[str, Path] = field(default_factory=dict)
     """For each link with a proxy the file that tells it what to do; its log lies beside it."""
 
@@ -114,6 +116,14 @@ class Site:
         desired = self.cluster.desired()
         return None if desired is None else desired.protected_step
 
+    def ready_step(self) -> int:
+        """Return the newest step that the coordinator says to be READY, 0 for none or while it does not answer."""
+        desired = self.cluster.desired()
+        if desired is None or not desired.ready_step:
+            return 0
+        self.told_ready.add(desired.ready_step)
+        return desired.ready_step
+
     # Points
 
     def armed(self, target: str) -> Path:
@@ -157,11 +167,11 @@ class Site:
         sidecars = (self.cluster.nodes.get(name) for name in self.scenario.topology.nodes)
         return all(node is not None and node.sidecar is not None for node in sidecars)
 
-    def kill_node(self, name: str) -> dict[str, int]:
-        """Kill a node with all that runs on it; its memory and disk are gone. Return the wait statuses."""
+    def kill_node(self, name: str, *, keep_disk: bool = False) -> dict[str, int]:
+        """Kill a node with all that runs on it; memory is gone, and its disk unless kept. Return the wait statuses."""
         ranks = [rank for rank in self.world.pids if self.scenario.topology.node_of(rank) == name]
         statuses = {f"rank {rank}": self.world.kill(rank) for rank in ranks}
-        statuses |= {one.what: one.status for one in self.cluster.kill_node(name)}
+        statuses |= {one.what: one.status for one in self.cluster.kill_node(name, keep_disk=keep_disk)}
         self.down.add(f"node {name}")
         return statuses
 

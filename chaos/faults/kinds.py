@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 from toprope.chaos.faults.injector import Injector
+from toprope.chaos.faults.machines import Fill, Power
 from toprope.chaos.faults.network import Network
 from toprope.chaos.faults.operators import Ckpt, Roll, Split, Twice
 from toprope.chaos.faults.points import Clock, Fail, FlippedWeight, NotANumber, Spike
@@ -33,6 +34,8 @@ KINDS: Mapping[str, Callable[[Site, Fault], Injector]] = MappingProxyType(
         "spike": Spike,
         "weight": FlippedWeight,
         "network": Network,
+        "fill": Fill,
+        "power": Power,
         "roll": Roll,
         "split": Split,
         "twice": Twice,

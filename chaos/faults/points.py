@@ -102,7 +102,10 @@ class Spike(_Spoils):
 
     def witness(self) -> str:
         """Return what the step after it lost, if that is far more than the step before."""
-        lost = {one.step: math.inf if one.loss is None else one.loss for one in self.steps() if one.rank == 0}
+        lost: dict[int, float] = {}
+        for one in self.steps():
+            if one.rank == 0:  # the first time counts: who goes back does the step again
+                lost.setdefault(one.step, math.inf if one.loss is None else one.loss)
         before, after = lost.get(self._step), lost.get(self._step + 1)
         if not self.spoilt() or before is None or after is None or after < SPIKES * before:
             return ""

@@ -14,6 +14,7 @@ from typing import Protocol, Self
 
 from toprope.chaos.live.ask import get_desired, get_inventory
 from toprope.chaos.live.broker import start_broker
+from toprope.chaos.live.mounts import Mounts
 from toprope.chaos.live.processes import Killed, Process, Running, free_port, kill_tree, wait_ready
 from toprope.chaos.live.scratch import Scratch
 from toprope.coordinator.wire import Desired
@@ -66,7 +67,8 @@ class Node:
 class Cluster:
     """Starts and kills the services of one job. Use it in a ``with``: at its end nothing is left running.
 
-    Stores, disks and logs lie under ``directory``; memory lies in tmpfs, and moves to ``directory`` at the end.
+    Stores, disks and logs lie under ``directory``; memory lies in tmpfs, and moves to ``directory`` at the end. What is
+    mounted for them stays until the ``with`` ends.
     """
 
     directory: Path
@@ -80,6 +82,10 @@ class Cluster:
     """What else the coordinator is told."""
     sidecar_words: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """What else the sidecars of some nodes are told."""
+    memory_mib: int = 0
+    """The size of each node's memory, a tmpfs of its own; 0: it lies in the shared memory of this machine."""
+    disk_mib: int = 0
+    """The size of each node's disk and of the store's, ext4 in a file; 0: they lie under ``directory``."""
     broker_detour: int = 0
     """The port on which sidecars reach the broker, if it is not its own: a proxy stands before it."""
     nodes: dict[str, Node] = field(init=False, default_factory=dict)
@@ -90,11 +96,13 @@ class Cluster:
     _coordinator_port: int = field(init=False, default_factory=free_port)
     _standby_port: int = field(init=False, default_factory=free_port)
     _scratch: Scratch = field(init=False, default_factory=Scratch)
+    mounts: Mounts = field(init=False, default_factory=Mounts)
 
     def __post_init__(self) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)
         if not self.root:
             self.store.mkdir(exist_ok=True)
+            self._mount_disk(self.store, "store")
             self.root = str(self.store)
 
     @property
@@ -162,6 +170,9 @@ class Cluster:
         node = self.nodes.setdefault(name, self._new_node(name))
         node.memory_dir.mkdir(parents=True, exist_ok=True)
         node.local_dir.mkdir(parents=True, exist_ok=True)
+        self._mount_disk(node.local_dir, name)
+        if self.memory_mib:
+            self.mounts.memory(node.memory_dir, mib=self.memory_mib)
         ready = self._ready_file(f"sidecar-{name}")
         urls = ",".join((self.coordinator_url, *((self.standby_url,) if self.standby is not None else ())))
         arguments = ["--job", self.job, "--node", name, "--coordinator", urls]
@@ -174,13 +185,14 @@ class Cluster:
         node.url = str(wait_ready(node.sidecar, ready)["url"])
         return node
 
-    def kill_node(self, name: str) -> list[Killed]:
-        """Kill a node: SIGKILL to its sidecar, agent and ranks; memory and local directories erased."""
+    def kill_node(self, name: str, *, keep_disk: bool = False) -> list[Killed]:
+        """Kill a node: SIGKILL to its sidecar, agent and ranks; memory erased, and its disk unless that is kept."""
         node = self.nodes.pop(name)
         processes = [process for process in (node.agent, node.sidecar) if process is not None]
         killed = [one for process in processes for one in kill_tree(process)]
-        shutil.rmtree(node.memory_dir)
-        shutil.rmtree(node.local_dir)
+        for directory in (node.memory_dir, *(() if keep_disk else (node.local_dir,))):
+            self.mounts.remove(directory)
+            shutil.rmtree(directory)
         return killed
 
     def desired(self) -> Desired | None:
@@ -219,6 +231,7 @@ class Cluster:
                 node.socket.unlink()
             if node.memory_dir.is_dir():
                 shutil.copytree(node.memory_dir, self.directory / "nodes" / node.name / "memory", dirs_exist_ok=True)
+            self.mounts.remove(node.memory_dir)
         self._scratch.remove()
 
     def __enter__(self) -> Self:
@@ -226,6 +239,11 @@ class Cluster:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.stop()
+        self.mounts.remove_all()
+
+    def _mount_disk(self, at: Path, name: str) -> None:
+        if self.disk_mib:
+            self.mounts.disk(at, mib=self.disk_mib, image=self.directory / "disks" / f"{name}.img")
 
     def _new_node(self, name: str) -> Node:
         return Node(name=name, memory_dir=self.memory / name, local_dir=self.directory / "nodes" / name / "local")

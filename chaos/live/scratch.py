@@ -15,6 +15,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from toprope.chaos.live.mounts import unmount_below
+
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - the tmpfs that slots are made for
 _PREFIX = "toprope-scratch-"
 
@@ -54,6 +56,7 @@ def sweep(parent: Path) -> None:
             continue
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            unmount_below(path)
             shutil.rmtree(path)
         except (BlockingIOError, FileNotFoundError):  # its maker lives, or has just removed it itself
             continue

@@ -65,6 +65,7 @@ def evidence(**changes: object) -> Evidence:
         injections=(KILL,),
         restarts=(Restart(at_s=110.5, newest_step=10, protected_step=8, ended={1: -9}, pids=(30, 31)),),
         readies=(ReadyFact(number=3, attempt=1, step=8), ReadyFact(number=5, attempt=2, step=24)),
+        told_ready=(8, 24),
         protections=(Protection(at_s=104.5, step=4), Protection(at_s=118.5, step=12)),
         log=("0 JOB", "1 ELECTED"),
         verified=2,
@@ -104,7 +105,8 @@ BREAKS: list[tuple[str, dict[str, Any]]] = [
     ("verified", {"verified": 0}),
     ("verified", {"scenario": replace(SCENARIO, expected=Expected(damaged=True, told=SCENARIO.expected.told))}),
     ("READY once", {"readies": (*evidence().readies, ReadyFact(number=6, attempt=2, step=24))}),
-    ("READY again", {"readies": evidence().readies[:1]}),  # whatever the coordinator says
+    ("READY once", {"told_ready": (8, 16, 24)}),  # of step 16 there is no record
+    ("READY again", {"readies": evidence().readies[:1], "told_ready": (8,)}),  # whatever the coordinator says
     ("protected again", {"protections": ()}),
     ("protected again", {"protections": (Protection(at_s=105.0, step=12), Protection(at_s=114.0, step=8))}),
     ("training goes on", {"injections": (replace(KILL, target="sidecar a"),)}),

@@ -24,7 +24,7 @@ VICTIMS = {
     "broker": ("broker",),
 }
 QUICK_SEED = 1
-SEEDS = (QUICK_SEED, *range(101, 110))
+SEEDS = (QUICK_SEED, *range(101, 111))
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
-from rich.console import Console
+from tests.support.trials import Try, told
 
 from toprope.chaos.matrix import LIVE_ROWS, PHASES, Phase, Row
-from toprope.chaos.permit import Permit
 from toprope.chaos.phases import NAMES_STEP
 from toprope.chaos.planned import HELD_S_MAX
-from toprope.chaos.progress import Progress
-from toprope.chaos.running import Order, run
 from toprope.chaos.scenario import Bounds, Fault, Loaded, Scenario, Topology, Workload
-from toprope.chaos.stage import Stage
 
 HOLDER: dict[Phase, str] = {
     "shm copy": "rank 1",
@@ -93,34 +89,15 @@ def scenario_of(row: Row, phase: Phase) -> Scenario:
     )
 
 
-@pytest.fixture(scope="module")
-def stage() -> Iterator[Stage]:
-    with Stage() as stage:
-        yield stage
-
-
 @pytest.mark.long
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize("row", LIVE_ROWS)
 def test_a_cell_holds_on_real_processes(
-    row: Row,
-    phase: Phase,
-    stage: Stage,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    record_property: Callable[[str, object], None],
+    row: Row, phase: Phase, attempt: Try, tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
     """The fault is seen to happen while the process is held in the phase: between its entry and its exit."""
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    scenario = scenario_of(row, phase)
-    permit = Permit(flag=True, environment="chaos", label="chaos")
-    order = Order(
-        loaded=Loaded(scenario=scenario, directory=tmp_path), seed=1, permit=permit, directory=tmp_path / "run"
-    )
-    with Progress(Console(stderr=True)) as progress:
-        verdict = run(order, stage, progress)
+    verdict = attempt(Loaded(scenario=scenario_of(row, phase), directory=tmp_path))
 
-    broken = [(one.name, one.evidence) for one in verdict.promises if one.outcome == "broken"]
-    assert verdict.good, f"{verdict.stopped}\n{broken}\n{verdict.injections}"
+    assert verdict.good, told(verdict)
     record_property(f"{row}, {phase}", verdict.injections[-1].witness)
