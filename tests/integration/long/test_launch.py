@@ -1,4 +1,4 @@
-"""``ckpt launch`` with two agents as two nodes: a rank that is killed is started again, each time."""
+"""``ckpt launch`` with two agents as two nodes: what is killed is started again each time, and sooner if warm."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from tests.support.source import ROOT
 from toprope.chaos.live.processes import (
     Process,
     become_subreaper,
+    descendants,
     tail,
     wait_ready,
     wait_until,
@@ -28,6 +29,8 @@ pytestmark = [pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(900)]
 NODES = "ab"
 AGAIN_S = 180.0
 """The machine may be busy: torch alone takes seconds to import in each process."""
+FOUND_S = 60.0
+"""Within this a world is found again, whatever agent was killed at whatever moment."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +61,7 @@ class Launched:
         )
         self.endpoint = f"127.0.0.1:{wait_ready(self.store, ready, timeout_s=AGAIN_S)['port']}"
 
-    def start(self, node: str) -> None:
+    def start(self, node: str, *, module: str = "toprope") -> None:
         torchrun = ["torchrun", f"--nnodes={self.nodes}", "--nproc-per-node=1", "--max-restarts=20", "--rdzv-id=job"]
         torchrun += ["--rdzv-conf=keep_alive_max_attempt=10"]  # a busy machine lets an agent be silent for long
         torchrun += [f"--log-dir={self.directory / 'torchrun'}", str(ROOT / "tests/support/reducing_rank.py")]
@@ -66,9 +69,9 @@ class Launched:
         launch = ["launch", "--rendezvous", self.endpoint, "--ends", str(self.ends_file), *self.words, "--"]
         self.agents[node] = Process(
             f"agent of node {node}",
-            [sys.executable, "-m", "toprope", *launch, *torchrun],
+            [sys.executable, "-m", module, *launch, *torchrun],
             log=self.directory / f"agent-{node}.log",
-            env={"NODE": node, "OMP_NUM_THREADS": "1"},
+            env={"NODE": node, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
         )
 
     @property
@@ -164,3 +167,60 @@ def test_a_rank_that_is_killed_is_started_again_each_time(
         log = (tmp_path / "agent-a.log").read_text() + (tmp_path / "agent-b.log").read_text()
     assert "ended by SIGKILL after" in log
     assert job.ends().count("by itself") >= 3
+
+
+def test_a_killed_rank_that_is_forked_from_a_warm_process_is_back_without_importing_torch(
+    tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
+    with launched(tmp_path, "--warm", "torch,torch.distributed", nodes="2") as job:
+        ranks = job.trains(2)
+        for number in range(3):
+            before = dict(ranks)
+            os.kill(ranks["ab"[number % 2]], signal.SIGKILL)
+            took_s = timed(lambda before=before: ranks.update(job.trains(2, not_before=before)))  # type: ignore[misc]
+            record_property(f"restart {number + 1} of a killed warm rank, s", f"{took_s:.1f}")
+        job.finish()
+        log = (tmp_path / "agent-a.log").read_text() + (tmp_path / "agent-b.log").read_text()
+    assert log.count("torch, torch.distributed loaded for all ranks in") == 2
+    assert "starts cold" not in log
+    assert job.ends().count("by itself") >= 3
+
+
+def test_an_agent_that_is_killed_takes_its_rank_along_and_either_can_come_back(
+    tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
+    with launched(tmp_path, nodes="1:2") as job:
+        job.trains(2)
+        for dead, other in ("ba", "ab"):
+            family = descendants(job.agents[dead].pid)
+            job.agents[dead].kill()
+            wait_until(lambda family=family: not any(map(alive, family)), what="its rank is gone", timeout_s=20)  # type: ignore[misc]
+            alone_s = timed(lambda other=other: job.trains(1, nodes=other))  # type: ignore[misc]
+            record_property(f"node {other} trains alone after, s", f"{alone_s:.1f}")
+            job.start(dead)
+            back_s = timed(lambda: job.trains(2))
+            record_property(f"node {dead} is back after, s", f"{back_s:.1f}")
+            assert max(alone_s, back_s) < FOUND_S
+        job.finish()
+
+
+def test_an_agent_that_is_killed_while_nodes_meet_leaves_the_others_a_world(
+    tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
+    with launched(tmp_path, nodes="1:2") as job:
+        ranks = job.trains(2)
+        job.agents["b"].kill()
+        ranks = job.trains(1, nodes="a", not_before=ranks)
+        for number in range(2):
+            job.start("b", module="tests.support.dying_agent")
+            began_s = time.monotonic()
+            ranks = job.trains(1, nodes="a", not_before=ranks)
+            took_s = time.monotonic() - began_s
+            assert job.agents["b"].wait(AGAIN_S) == -signal.SIGKILL
+            record_property(f"node a trains after b was killed in meeting {number + 1}, s", f"{took_s:.1f}")
+            assert took_s < FOUND_S
+        job.start("b")
+        job.trains(2, not_before=ranks)
+        job.finish()
+        log = (tmp_path / "agent-a.log").read_text()
+    assert log.count("agents have met in vain") == 2
