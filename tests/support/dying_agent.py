@@ -19,5 +19,5 @@ def die(_: Meeting, __: RendezvousInfo) -> NoReturn:
 
 
 if __name__ == "__main__":
-    Meeting._agreed = die  # type: ignore[method-assign]
+    Meeting._agreed = die  # type: ignore[assignment,method-assign]
     sys.exit(main(sys.argv[1:]))
