@@ -6,12 +6,13 @@ STAMP := .venv/.set-up
 PYTEST_ARGS ?=
 DEMO_ARGS ?=
 STORE ?=
+SEEDS ?= 1:51
 COG := NO_COLOR=1 TERM=dumb COLUMNS=100 cog -P -I docs
 export PATH := $(CURDIR)/$(BIN):$(PATH):/usr/sbin
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint types layers docs reference pytest test-long scenarios bench fmt wheel clean
+.PHONY: help setup demo test lint types layers docs reference pytest test-long scenarios kills bench fmt wheel clean
 
 help: ## say what each target does
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -48,6 +49,9 @@ test-long: $(STAMP) ## what takes longer; goes on where it stopped, records its 
 
 scenarios: $(STAMP) ## break a job in each way that chaos/scenarios has, and write down what came of it (a quarter of an hour)
 	python scripts/scenarios.py
+
+kills: $(STAMP) ## kill one thing of a training at a random moment, for each of SEEDS=1:51, and add up what came of it
+	python scripts/kills.py $(SEEDS)
 
 bench: $(STAMP) ## how long saving blocks, until protected, restore: as ratios to plain copies, and beside others' ways
 	python benchmarks/first.py
