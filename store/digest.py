@@ -19,7 +19,7 @@ from toprope.store.objects.protocol import ObjectStore
 
 CHUNK_BYTES = 8 * 1024 * 1024
 FILL_BYTES = 128 * 1024 * 1024
-"""How much is asked for at a time where it is passed on as it comes and costs no memory: each request costs time."""
+"""How much is asked for at most where it is passed on as it comes and costs no memory: each request costs time."""
 READS_AT_ONCE = 4
 """How many chunks of one object are asked for at the same time: what a reader needs in memory beside its own."""
 

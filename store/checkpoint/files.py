@@ -109,7 +109,9 @@ def write_image(store: ObjectStore, index: Index, write: Callable[[int, memoryvi
                 at += len(part)
         return b""
 
-    deque(_read_all(store, index, pass_on, at_once=digest.FILL_BYTES), maxlen=0)
+    share = -(-index.bytes // digest.READS_AT_ONCE)  # so that what is not large comes over as many connections too
+    at_once = min(digest.FILL_BYTES, max(digest.CHUNK_BYTES, share))
+    deque(_read_all(store, index, pass_on, at_once=at_once), maxlen=0)
 
 
 def _read_all(

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import tracemalloc
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from random import Random
-from typing import NoReturn
+from typing import ClassVar, NoReturn
 
 import pytest
 from tests.support.fake_store import FakeStore
@@ -25,7 +25,7 @@ from toprope.store.checkpoint.incremental import PartFile
 from toprope.store.checkpoint.manifest import Index
 from toprope.store.checkpoint.ready import read_index_at
 from toprope.store.checkpoint.shard import hash_image
-from toprope.store.digest import digest
+from toprope.store.digest import READS_AT_ONCE, digest
 from toprope.store.errors import CkptError, UnavailableError
 from toprope.store.log.records import Taint
 from toprope.store.names import Key
@@ -77,6 +77,28 @@ def test_a_large_image_is_read_by_several_threads_to_the_same_bytes(monkeypatch:
     monkeypatch.setattr("toprope.store.digest.CHUNK_BYTES", 1000)
     index = read_index_at(builder.store, Key(receipt.index_key))
     assert written_image(builder.store, index) == image
+
+
+def test_what_is_not_large_is_asked_for_over_as_many_connections_as_what_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Asked(FakeStore):
+        lengths: ClassVar[list[int]] = []
+
+        def stream(self, key: Key, *, start: int, length: int) -> Generator[memoryview, None, None]:
+            self.lengths.append(length)
+            return super().stream(key, start=start, length=length)
+
+    store = Asked()
+    image = adapter_image(step=10, rank=0, world=1)
+    receipt = ObjectTier(store, "job", codec="none").put(shard_of(image, step=10), memoryview(image), nonce="0a")
+    index = read_index_at(store, Key(receipt.index_key))
+    monkeypatch.setattr("toprope.store.digest.CHUNK_BYTES", 100)
+    assert written_image(store, index) == image
+    assert len(store.lengths) == READS_AT_ONCE
+    assert max(store.lengths) - min(store.lengths) < READS_AT_ONCE
+    store.lengths.clear()
+    monkeypatch.setattr("toprope.store.digest.FILL_BYTES", 1000)
+    assert written_image(store, index) == image
+    assert max(store.lengths) == 1000
 
 
 def test_a_whole_image_goes_from_the_slot_without_a_copy() -> None:
