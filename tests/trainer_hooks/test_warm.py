@@ -42,7 +42,7 @@ class Warm:
         """Start a keeper of a rank that runs this code."""
         script = self.directory / "train.py"
         script.write_text(code)
-        words = [sys.executable, "-m", worker.__name__, str(os.getpid()), "60", "", self.socket, "--"]
+        words = [sys.executable, "-m", worker.__name__, str(os.getpid()), "60", "", self.socket, "", "--"]
         words += [sys.executable, "-u", str(script), "a", "b c"]
         return Process("keeper", ["env", "-C", str(self.directory), *words], log=self.log, env={"RANK": "3", **env})
 
