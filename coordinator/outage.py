@@ -135,14 +135,14 @@ class Outage:
         """Return a node that has adopted an attempt which is neither known here nor in the log; empty: none has."""
         return next((node for node, _ in self._unknown(logged, nodes) if node not in self.learning), "")
 
-    def _unknown(self, logged: LogView, nodes: Mapping[str, Node]) -> Iterator[tuple[str, Adopted]]:
-        """Yield what living nodes have adopted, and what of it can't be in the log yet and is not known here.
+    def _unknown(self, view: LogView, nodes: Mapping[str, Node]) -> Iterator[tuple[str, Adopted]]:
+        """Yield what living nodes have adopted that is to follow this log and is not known here.
 
         One that is gone has no say: all others would wait for it for ever, and the log has the word if it comes back.
         """
         for node, adopted in sorted(self.adopted.items()):
             if nodes[node].alive:
-                number = logged.state.attempt_number
+                number = view.state.attempt_number
                 yield from ((node, one) for one in adopted if one.number > number and not self._knows(one.uid))
 
     def _knows(self, uid: str) -> bool:
@@ -201,6 +201,8 @@ class Outage:
         """Return why nothing may be decided beside or after what is on its way."""
         if event.unsure:
             return "a record that was being appended when it went away may be there yet"
+        if unknown := {node for node, _ in self._unknown(known.log_view, known.roll.nodes)}:
+            return f"these nodes have adopted what is not known here yet: {', '.join(sorted(unknown))}"
         if len(msgspec.json.encode(self._chain())) > CHAIN_BYTES_MAX:
             return f"it must take the {len(self._chain())} attempts first that were opened without it"
         if (one := self.next_to_open(known.log_view)) is not None:

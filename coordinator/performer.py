@@ -435,8 +435,13 @@ class Coordinator:
         except UnavailableError as error:
             why = str(error)
         uid = secrets.token_hex(16)
-        unsure = self._log.is_unsure
+        unsure = self._is_unsure()
         self._post(Prepared(answers=answers, offers=offers, uid=uid, why=why, unsure=unsure, now_s=_now_s()))
+
+    def _is_unsure(self) -> bool:
+        """Say whether the log may have more than the core knows: on its way, or read but not what it names."""
+        known_n = self.core.logged.state.n if self.core is not None else 0
+        return self._log.is_unsure or self._log.state.n > known_n
 
     async def _open(self, intent: OpenAttempt) -> None:
         job = self.config.job

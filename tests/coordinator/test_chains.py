@@ -8,6 +8,7 @@ from tests.coordinator.test_log_outage import AGAIN, THIRD, away, opened, waits
 from tests.support.reigns import Reign, copy_of
 
 from toprope.coordinator import outage
+from toprope.coordinator.effects import Learn
 from toprope.coordinator.wire import Provisional
 
 
@@ -76,3 +77,15 @@ def test_a_chain_that_fills_a_document_waits_for_the_log(monkeypatch: pytest.Mon
     assert "it must take the 1 attempts first" in waits(reign.ask("a", "b", launch_id=THIRD))
     reign.log_away("")
     assert [one.launch_id for one in reign.state.attempts[1:]] == [AGAIN]
+
+
+def test_nothing_is_decided_beside_what_a_node_has_adopted_and_is_not_known_yet() -> None:
+    reign, other = away(), away()
+    opened(other)
+    reign.held_back = {Learn}
+    reign.nodes["b"].adopted.append(other.nodes["b"].adopted[0])
+    reign.hear("b")
+    assert "these nodes have adopted what is not known here yet: b" in waits(reign.ask("a", "b", launch_id=THIRD))
+    assert reign.desired.proposed is None
+    reign.release()
+    assert reign.desired.proposed == other.nodes["b"].adopted[0]
