@@ -153,9 +153,8 @@ class Meeting(RendezvousHandler):
             self._strikes.add()
             _say(f"ranks of this node were the first to fail: {self._strikes.count()} times within an hour")
         if agreed["leaves"] and agreed["struck"] == rank:
-            raise NodeLeavesError(
-                f"ranks of this node were the first to fail {self._strikes.most} times within an hour"
-            )
+            most = self._strikes.most
+            raise NodeLeavesError(f"ranks of this node were the first to fail {most} times within an hour: it leaves")
         if agreed["leaves"]:
             self._world = None
             raise DistStoreError(f"the node of rank {agreed['struck']} leaves: its ranks fail again and again")

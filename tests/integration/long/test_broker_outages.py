@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -39,6 +39,7 @@ MOST_S = 3.0
 """The longest that a step may take on a busy machine, with the tenth of a second that it waits: far less than that."""
 
 
+@pytest.mark.fault("B136")
 def test_a_broker_that_freezes_and_then_dies_and_forgets_holds_up_nobody(
     tmp_path: Path, fork_server: ForkServer, services: ForkedServices, reference: Reference
 ) -> None:
@@ -71,7 +72,7 @@ def assert_ready_once(cluster: Cluster) -> list[int]:
     return [step for _, step in steps]
 
 
-MUDDLED_STEPS = 50
+MUDDLED_STEPS, COMMITS = 240, 50
 
 
 @contextmanager
@@ -102,10 +103,14 @@ def muddled_job(directory: Path, server: ForkServer, services: ForkedServices) -
 
 
 def test_messages_that_are_repeated_swapped_and_lost_change_nothing(
-    tmp_path: Path, fork_server: ForkServer, services: ForkedServices, reference: Reference
+    tmp_path: Path,
+    fork_server: ForkServer,
+    services: ForkedServices,
+    reference: Reference,
+    record_property: Callable[[str, object], None],
 ) -> None:
     with muddled_job(tmp_path, fork_server, services) as (job, way):
-        job.ranks.finish(timeout_s=240.0)
+        job.ranks.finish(timeout_s=300.0)
         wait_until(lambda: ready_step(job.cluster) == MUDDLED_STEPS, what="the last step is READY", timeout_s=60)
         steps = assert_ready_once(job.cluster)
         store = DirectoryStore(job.cluster.store)
@@ -114,9 +119,12 @@ def test_messages_that_are_repeated_swapped_and_lost_change_nothing(
             ranks = [shard.rank for shard in read_manifest(store, state, seq)[0].shards]
             assert sorted(ranks) == [0, 1, 2, 3], "each READY has four ranks"
         muddled = [text for text in way.done() if text.startswith("muddled")]
-    assert len(steps) >= 10, "those that a busy machine leaves out are superseded by later ones"
+    record_property(f"commits of {MUDDLED_STEPS} steps", len(steps))
+    assert len(steps) >= COMMITS, "those that a busy machine leaves out are superseded by later ones"
     assert any(" 0 lost" not in text for text in muddled)
     assert any(" 0 swapped" not in text for text in muddled)
     job.journal.read()
     assert torn_restores(job.journal.events) == ()
-    assert compare(read_finals(job.ranks.out), reference(world=4, arguments=arguments(steps=50)), world=4).identical
+    assert compare(
+        read_finals(job.ranks.out), reference(world=4, arguments=arguments(steps=MUDDLED_STEPS)), world=4
+    ).identical
