@@ -346,9 +346,17 @@ class Core:
         effects = self._steer_outage(now_s)
         effects += self._steer_phase(now_s)
         effects += self._steer_commit(now_s)
-        if self._settled(now_s):
+        if self._may_speak(now_s):
             effects += self._steer_desired(now_s)
         return effects
+
+    def _may_speak(self, now_s: float) -> bool:
+        """Say whether to speak: one that just began lets come into the log first what was opened without it.
+
+        Nodes that have heard of it and need not adopt it would let go of what they hold for it.
+        """
+        waits = self.desired is None and self.held_up and now_s - self._started_s < self.settings.settle_s
+        return self._settled(now_s) and not waits
 
     def _settled(self, now_s: float) -> bool:
         """Say whether enough was heard to speak: a coordinator that just began must not let go what it can't see."""

@@ -22,7 +22,7 @@ from toprope.sidecar.peer_book import PeerBook
 from toprope.sidecar.restore_book import RestoreBook, ways_to
 from toprope.sidecar.slot_book import FOREVER, Grantee, Needs, SlotBook
 from toprope.sidecar.tier_book import TierBook
-from toprope.sidecar.values import Identity, Lying, Shard, Way, shard_of_copy
+from toprope.sidecar.values import Attempt, Identity, Lying, Shard, Way, shard_of_copy
 
 FETCH_EVERY_S = 0.3
 READING_FOR_S = 60.0
@@ -350,6 +350,10 @@ class Core:
         attempt = self.desired.attempt if self.desired is not None else None
         return attempt.uid if attempt is not None else ""
 
+    def _attempt(self) -> Attempt:
+        attempt = self.desired.attempt if self.desired is not None else None
+        return (attempt.number, attempt.uid) if attempt is not None else (0, "")
+
     def _carry_on(self, desired: Desired) -> list[Effect]:
         """Send what is hashed to the other tiers; give up what nothing needs."""
         uid, kept = self._attempt_uid(), self._kept()
@@ -358,6 +362,7 @@ class Core:
             do.Shout(what="local-foreign", text=f"{path} is of an earlier job of this name: not used, and not deleted")
             for path in self.tiers.hold_to(desired.job_uid)
         ]
+        self.tiers.attempt = self._attempt()
         effects += self.tiers.plan(self.slots.hashed(), desired.cadence, attempt_uid=uid, now_s=self.now_s)
         effects += self.tiers.retire_local(kept=kept)
         owners = {place.owner: place.url for place in self._placed_here() if place.url}
@@ -389,10 +394,10 @@ class Core:
         A holder takes the newest of a rank only, so none older is held for it: after a restart all are newly hashed.
         """
         holders = [place.holder for place in desired.placement if place.owner == self.me.node]
-        dropped = self._dropped()
+        dropped, current = self._dropped(), self._attempt()
         newest: dict[int, Shard] = {}
         for record, shard in self.slots.hashed():
-            newest[record.rank] = max(shard, newest.get(record.rank, shard))
+            newest[record.rank] = max(shard, newest.get(record.rank, shard), key=lambda one: one.age(current))
         for record, shard in self.slots.hashed():
             if shard.of_step in dropped:
                 record.uses = {use: end for use, end in record.uses.items() if not use.startswith("peer:")}

@@ -150,7 +150,8 @@ class PeerBook:
         empty = [number for number, spare in spares.items() if spare.held is None and not spare.uses]
         if empty:
             return empty[0]
-        newest_kept = max((other for other in held.values() if other.of_step in expendable.kept), default=None)
+        current = [other for other in held.values() if other.attempt_uid == expendable.attempt_uid]
+        newest_kept = max((other for other in current if other.of_step in expendable.kept), default=None)
         over = [
             (other, number)
             for number, other in held.items()

@@ -378,8 +378,9 @@ def _expendable(
 ) -> list[tuple[Shard, SlotRecord]]:
     """Return the hashed slots, with their shards, that are needed less than a new snapshot."""
     hashed = [(record, record.shard) for record in records if record.phase is Phase.HASHED and record.shard is not None]
-    newest = max((shard for _, shard in hashed), default=None)
-    newest_kept = max((shard for _, shard in hashed if shard.of_step in needs.kept), default=None)
+    current = [shard for _, shard in hashed if shard.attempt_uid == needs.attempt_uid]
+    newest = max(current, default=None)
+    newest_kept = max((shard for shard in current if shard.of_step in needs.kept), default=None)
     idle = [
         (record, shard)
         for record, shard in hashed

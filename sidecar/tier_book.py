@@ -13,7 +13,7 @@ from toprope.coordinator.wire import Cadence, Copy
 from toprope.sidecar.effects import DropLocal, Effect, StoreLocal, StoreObject
 from toprope.sidecar.events import LocalStored, ObjectStored, StoreFailed
 from toprope.sidecar.slot_book import SlotRecord
-from toprope.sidecar.values import Shard, SlowTier, coarseness, is_due, shard_of_copy
+from toprope.sidecar.values import Attempt, Shard, SlowTier, coarseness, is_due, shard_of_copy
 
 LOCAL_STEPS_KEPT = 2
 RECEIPTS_KEPT = 8
@@ -47,6 +47,8 @@ class TierBook:
     """The disk had no room for the last one: of each rank only the newest copy stays, until one has landed."""
     jobs: dict[Shard, str] = field(default_factory=dict)
     """Of local copies that an earlier life has left: the job of each, by uid."""
+    attempt: Attempt = (0, "")
+    """The current one."""
 
     def stored(self, tier: SlowTier) -> Iterable[Shard]:
         """Return the shards that lie in a tier."""
@@ -110,7 +112,8 @@ class TierBook:
 
     def _overtaken(self, tier: SlowTier, shard: Shard) -> bool:
         """Say whether a tier has as many newer shards of the rank as it keeps."""
-        newer = sum(other.rank == shard.rank and other > shard for other in self.stored(tier))
+        age = shard.age(self.attempt)
+        newer = sum(other.rank == shard.rank and other.age(self.attempt) > age for other in self.stored(tier))
         return newer >= _KEPT[tier]
 
     def _send(self, tier: SlowTier, waiting: tuple[SlotRecord, Shard], *, now_s: float) -> Effect:
@@ -134,9 +137,12 @@ class TierBook:
         shard = shard_of_copy(event.receipt)
         self.receipts[shard] = event.receipt
         self._landed("object", shard)
-        of_rank = sorted(other for other in self.receipts if other.rank == shard.rank)
+        of_rank = self._by_age(other for other in self.receipts if other.rank == shard.rank)
         for old in of_rank[:-RECEIPTS_KEPT]:
             del self.receipts[old]
+
+    def _by_age(self, shards: Iterable[Shard]) -> list[Shard]:
+        return sorted(shards, key=lambda shard: shard.age(self.attempt))
 
     def _landed(self, tier: SlowTier, shard: Shard) -> None:
         self.failures.pop(tier, None)
@@ -175,7 +181,7 @@ class TierBook:
         old: list[Shard] = []
         newest = 1 if self.crowded else LOCAL_STEPS_KEPT
         for rank in sorted({shard.rank for shard in self.local}):
-            of_rank = sorted(shard for shard in self.local if shard.rank == rank)
+            of_rank = self._by_age(shard for shard in self.local if shard.rank == rank)
             old += [shard for shard in of_rank[:-newest] if shard.of_step not in kept]
         return [DropLocal(path=self.local.pop(shard)) for shard in old]
 

@@ -62,6 +62,10 @@ class Identity:
         return self.use_deadline_s + size / LEAST_PEER_BYTES_PER_S
 
 
+Attempt: TypeAlias = tuple[int, str]
+"""An attempt by number and uid; number 0: none."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class Shard:
     """The snapshot of one rank after one step of one attempt, as so many bytes of this digest.
@@ -82,6 +86,15 @@ class Shard:
     def of_step(self) -> tuple[str, int]:
         """Return the step of the attempt that it belongs to."""
         return self.attempt_uid, self.step
+
+    def age(self, current: Attempt) -> tuple[bool, Shard]:
+        """Return what shards are ordered by from old to new while this attempt is the current one.
+
+        Attempts that were opened without the job log may have higher numbers, and the log have gone on without them:
+        what they left is older than all else.
+        """
+        number, uid = current
+        return self.attempt < number or self.attempt_uid == uid or not number, self
 
     def copy(self, tier: Tier, *, key: str = "") -> Copy:
         """Return the inventory's line for this shard in a tier."""

@@ -75,6 +75,11 @@ class Host:
         """Begin to reign."""
         self.process.start(self._live())
 
+    @property
+    def leads(self) -> bool:
+        """Say whether it reigns, or believes so."""
+        return self._real.reign is not None
+
     def retire(self) -> None:
         """Take in nothing more: the history is over."""
         if self._real.reign is not None:
@@ -144,6 +149,18 @@ class Host:
         try:
             with _leading():
                 return await self._real.change(request)
+        except CkptError as error:
+            raise NetError(str(error)) from error
+
+    async def declare_dead(self, node: str) -> None:
+        """Take in that a person says that a node is dead.
+
+        Raises:
+            NetError: it can't be taken in.
+        """
+        try:
+            with _leading():
+                self._real.declare_dead(node)
         except CkptError as error:
             raise NetError(str(error)) from error
 

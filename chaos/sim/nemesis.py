@@ -35,7 +35,9 @@ def heal(world: World) -> None:
     world.net.cuts.clear()
     world.store.fault = 0.0
     world.store.away.clear()
+    world.store.goes_at = lambda _record: False
     for node in world.nodes:
+        node.away_until_s = 0.0
         node.disk.trouble, node.disk.dies_in, node.no_room = "", 0, False
     for process in _paused(world):
         process.resume()
@@ -66,7 +68,7 @@ def _strike(world: World, what: str, rng: random.Random) -> None:
             _strike_machines(world, what, rng)
 
 
-def _strike_machines(world: World, what: str, rng: random.Random) -> None:  # noqa: C901, PLR0912 - one line per kind of trouble
+def _strike_machines(world: World, what: str, rng: random.Random) -> None:  # noqa: C901, PLR0912, PLR0915 - one line per kind of trouble
     node = rng.choice(world.nodes)
     match what:
         case "kill sidecar":
@@ -95,8 +97,15 @@ def _strike_machines(world: World, what: str, rng: random.Random) -> None:  # no
         case "store brownout":
             world.store.fault = rng.choice((0.0, 0.1, 0.5, 1.0))
         case "store outage" | "lone outage":
-            alone = what == "lone outage" and world.hosts
-            _take_store_away(world, rng, from_whom=rng.choice(world.hosts).name if alone else EVERYBODY)
+            alone = what == "lone outage" and sorted(world.hosts, key=lambda host: not host.leads)
+            _take_store_away(world, rng, from_whom=alone[0].name if alone else EVERYBODY)
+            if alone:
+                for _ in range(rng.randint(0, 3)):
+                    world.loop.outside(rng.uniform(0.0, 12.0), _change, world, random.Random(rng.getrandbits(32)))
+        case "late outage":
+            _let_store_go(world, rng)
+        case "node away":
+            _take_away(world, node, rng)
         case "disk trouble":
             node.disk.trouble = rng.choice(("", "full", "sync"))
             node.no_room = rng.random() < 0.3  # noqa: PLR2004 - now and then
@@ -107,9 +116,33 @@ def _strike_machines(world: World, what: str, rng: random.Random) -> None:  # no
             raise AssertionError(what)
 
 
+def _let_store_go(world: World, rng: random.Random) -> None:
+    """Let the store answer nobody once it has taken the next record of a kind, which it applies much later."""
+    kind = rng.choice((b"RETIRE", b"RETIRE", b"ATTEMPT", b"TAINT", b"READY"))
+
+    def goes_at(record: bytes) -> bool:
+        goes = b'"kind":"' + kind + b'"' in record
+        if goes:
+            world.store.goes_at = lambda _record: False
+            world.trace.sometimes("the store went away while a record was appended")
+            _take_store_away(world, rng, from_whom=EVERYBODY)
+        return goes
+
+    world.store.goes_at = goes_at
+
+
+def _take_away(world: World, node: Node, rng: random.Random) -> None:
+    """Cut the power of a node that stays off for a while; an operator may see it and declare it dead."""
+    node.away_until_s = world.loop.time() + rng.uniform(6.0, 20.0)
+    world.cut_power(node)
+    if rng.random() < 0.8:  # noqa: PLR2004 - most often
+        operator = people.Operator(world, world.next_number(), node)
+        world.loop.outside(rng.uniform(0.5, 6.0), operator.start)
+
+
 def _take_store_away(world: World, rng: random.Random, *, from_whom: str) -> None:
     """Let the store answer nobody for a while, or not one coordinator; ranks are killed meanwhile."""
-    for_s = rng.uniform(4.0, 20.0)
+    for_s = rng.uniform(3.0, 12.0)
     world.store.away.add(from_whom)
     world.loop.outside(for_s, world.store.away.discard, from_whom)
     for _ in range(rng.randint(0, 2)):

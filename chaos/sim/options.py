@@ -32,7 +32,7 @@ RESTARTS = ("kill rank", "zombie", "power cut")
 _GC: dict[bool, tuple[str, ...]] = {False: (), True: ("reader",)}
 """Where something is deleted there are readers."""
 
-
+_SOME = 2
 _OFTEN = {"every": 1, "local_every": 1, "object_every": 1}
 SMALL: dict[str, Any] = {"nodes": 1, "ranks_per_node": 1, "broker": False, "coordinators": 1, "slow": 1.0, **_OFTEN}
 PAIR: dict[str, Any] = {**SMALL, "nodes": 2}
@@ -67,20 +67,43 @@ OUTAGE: dict[str, Any] = {
     "copies": 1,
     "coordinators": 2,
     "on_log_outage": "proceed",
-    "faults": (
-        "store outage",
-        "store outage",
-        "lone outage",
-        "kill rank",
+    "faults": ("store outage", "store outage", "kill rank"),
+    "some_of": (
+        "change",
+        "disk trouble",
         "kill coordinator",
         "kill sidecar",
-        "change",
+        "late outage",
+        "lone outage",
+        "pause coordinator",
+        "power cut",
     ),
-    "store_fault": 0.0,
-    "chaos_s": 30.0,
-    "between_s": 2.0,
+    "begins_s": 3.0,
+    "chaos_s": 22.0,
+    "between_s": 1.8,
 }
-WORLDS: tuple[dict[str, Any], ...] = ({}, {}, {}, {}, {}, READERS, PEOPLE, AMBUSH, AMBUSH, DAMAGE, DAMAGE)
+REPLACED: dict[str, Any] = {
+    **OUTAGE,
+    "nodes": 3,
+    "spares": 1,
+    "faults": ("store outage", "store outage", "node away", "kill rank"),
+    "store_fault": 0.0,
+}
+WORLDS: tuple[dict[str, Any], ...] = (
+    {},
+    {},
+    {},
+    {},
+    {},
+    READERS,
+    PEOPLE,
+    AMBUSH,
+    AMBUSH,
+    DAMAGE,
+    DAMAGE,
+    OUTAGE,
+    REPLACED,
+)
 """What is said instead of drawn: nothing, or a narrow world in which one kind of trouble comes all the time."""
 
 
@@ -95,7 +118,8 @@ class Trouble(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One history. ``faults`` is the subset that this one has: not all at once, or each hides the others.
 
-    ``script`` is what befalls it until ``chaos_s``, in order.
+    ``script`` is what befalls it from ``begins_s`` until ``chaos_s``, in order. A launch takes all of ``nodes`` but so
+    many ``spares``.
     """
 
     nodes: int
@@ -115,6 +139,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     retain: str
     faults: tuple[str, ...]
     copies: int = 1
+    spares: int = 0
+    begins_s: float = 0.0
     on_log_outage: Literal["wait", "proceed"] = "wait"
     script: tuple[Trouble, ...] = ()
 
@@ -145,17 +171,19 @@ QUIET = Options(
 
 
 def draw(rng: random.Random, **narrow: Any) -> Options:  # noqa: ANN401 - fields of Options
-    """Return what a history is like; ``narrow`` is said instead of drawn."""
+    """Return what a history is like; ``narrow`` is said instead of drawn, and two faults of its ``some_of`` added."""
     drawn, seed = _drawn(rng), rng.getrandbits(64)
     copies = random.Random(seed + 2).choice((0, 1, 1, 1, 2, 2))
-    world = narrow or {"copies": copies, **random.Random(seed + 1).choice(WORLDS)}
+    world = dict(narrow or {"copies": copies, **random.Random(seed + 1).choice(WORLDS)})
+    if some_of := world.pop("some_of", ()):
+        world["faults"] += tuple(random.Random(seed + 3).sample(some_of, _SOME))
     options = msgspec.structs.replace(drawn, **world)
     return msgspec.structs.replace(options, script=_script(options, random.Random(seed)))
 
 
 def _script(options: Options, rng: random.Random) -> tuple[Trouble, ...]:
     script: list[Trouble] = []
-    at_s = rng.expovariate(1.0 / options.between_s)
+    at_s = options.begins_s + rng.expovariate(1.0 / options.between_s)
     while options.faults and at_s < options.chaos_s:
         script.append(Trouble(at_s=round(at_s, 3), what=rng.choice(options.faults), seed=rng.getrandbits(32)))
         at_s += rng.expovariate(1.0 / options.between_s)

@@ -14,6 +14,7 @@ from itertools import pairwise
 import msgspec
 from msgspec import UNSET
 
+from toprope.chaos.sim.needed import Needed
 from toprope.chaos.sim.store import SimStore, image_in
 from toprope.chaos.sim.trace import Trace
 from toprope.chaos.sim.unlogged import Unlogged
@@ -24,8 +25,8 @@ from toprope.store.checkpoint.shard import identity_of, parse_header
 from toprope.store.digest import digest
 from toprope.store.errors import CorruptObjectError
 from toprope.store.log.fold import JobState, fold, violation
-from toprope.store.log.records import Attempt, AttemptFacts, Elected, Held, Ready, Record
-from toprope.store.names import Key, facts_key, index_sha256, manifest_key, parse_hold, step_prefix, written_at
+from toprope.store.log.records import Attempt, AttemptFacts, Elected, Ready, Record
+from toprope.store.names import Key, facts_key, manifest_key, written_at
 
 _NOTICED_S = 15.0
 """So long after a loss a step that is called protected may have been counted before the loss was noticed."""
@@ -73,8 +74,7 @@ class Oracle:
         self._heard: dict[str, tuple[tuple[int, int], int, str]] = {}
         self._left: dict[str, int] = {}
         self._training: set[str] = set()
-        self._needs_source = False
-        self._named: dict[int, frozenset[str]] = {}
+        self._needed = Needed(store)
         self._holders: dict[str, str] = {}
         self._left_behind: set[str] = set()
         self._beats: dict[str, list[float]] = {}
@@ -114,7 +114,7 @@ class Oracle:
             self.fail("I8", f"{who} deleted {key}, which is never deleted")
         elif at is not None:
             self._trace.sometimes("an object was deleted")
-            if why := self._why_needed(key, at):
+            if why := self._needed.why(self.state, key, at):
                 self.fail("I8", f"{who} deleted {key}: {why}", step=at[1])
 
     def _on_left_behind(self, key: Key, who: str) -> None:
@@ -126,54 +126,9 @@ class Oracle:
         if max((after - before for before, after in pairwise(beats)), default=0.0) < HOLD_TTL_S:
             self.fail("I8", f"{who} deleted {key}, which has beaten all the time")
 
-    def _why_needed(self, key: Key, at: tuple[int, int]) -> str:
-        """Return why an object may not be deleted, or nothing if the log has condemned it."""
-        state = self.state
-        if (seq := next((seq for seq in state.live if key in self._named[seq]), None)) is not None:
-            return f"READY {seq} names it"
-        if at[0] > state.attempt_number or (at[0] == state.attempt_number and at[1] > state.last_step):
-            return "it may become READY yet"
-        if self._may_be_begun_from(at):
-            return "a later attempt may begin with it"
-        source = state.attempt.held if state.attempt is not None and self._needs_source else None
-        if source is not None and self._is_of_source(key, source):
-            return "the current attempt began with it"
-        return ""
-
-    def _may_be_begun_from(self, at: tuple[int, int]) -> bool:
-        """Say whether objects of a step, as attempt and step, may be a source though they never became READY."""
-        state = self.state
-        if any((ready.attempt, ready.step) >= at for ready in state.readies.values()):
-            return False
-        uid = next((one.uid for one in state.attempts if one.attempt == at[0]), "")
-        good = (uid, at[1]) not in state.struck and not state.is_tainted(attempt=at[0], step=at[1])
-        return good and state.is_on_lineage(attempt_uid=uid, step=at[1])
-
-    def _is_of_source(self, key: Key, held: Held) -> bool:
-        """Say whether an object belongs to a source that is not READY, or an index of it that is there names it."""
-        number = next(one.attempt for one in self.state.attempts if one.uid == held.attempt_uid)
-        prefix = step_prefix(self.state.job, attempt=number, step=held.step)
-        for other, body in self._store.objects.items():
-            sha256 = index_sha256(other) if other.startswith(prefix) else None
-            if sha256 is not None:
-                index = decode_manifest(body, Index, key=other, expected_sha256=sha256)
-                if any(file.key == key for file in index.files):
-                    return True
-        return key.startswith(prefix)
-
     def condemned(self) -> set[Key]:
-        """Return the objects that garbage collection is to delete by now: what nobody needs and nobody holds."""
-        held = {
-            name
-            for key in self._store.objects
-            if (hold := parse_hold(self.state.job, key)) is not None
-            for name in self._named.get(hold[0], ())
-        }
-        return {
-            key
-            for key in self._store.objects
-            if (at := written_at(self.state.job, key)) is not None and key not in held and not self._why_needed(key, at)
-        }
+        """Return the objects that garbage collection is to delete by now."""
+        return self._needed.condemned(self.state)
 
     # Readers
 
@@ -206,7 +161,12 @@ class Oracle:
             self.fail("I5", f"record {number}, {_told(record)}: {why}", step=step)
             return
         self.state = fold(state, record, record_sha256=hashlib.sha256(body).hexdigest())
-        self.unlogged.records.append(record)
+        ends, why = self.unlogged.appended(record, self.state)
+        for uid in ends:
+            self._trace.sometimes("an attempt opened without the log was fenced off")
+            self._trace.note("oracle", f"record {number} fences off attempt {uid[:8]}, opened without the log")
+        if why:
+            self.fail("I12", f"record {number}, {_told(record)}: {why}", step=step)
         if isinstance(record, Elected) and record.term > 1:
             self._trace.sometimes("a coordinator took over")
 
@@ -247,7 +207,7 @@ class Oracle:
                 text = f"attempt {record.attempt} begins at step {record.from_step} and passes over READY {ready.step}"
                 self.fail("I14", text, step=ready.step)
         held = record.held
-        self._needs_source = held is not None and self._is_source_kept(held)
+        self._needed.on_attempt(record, self.state)
         if held is not None:
             self._trace.sometimes("restored from what is not READY")
             for rank, said in enumerate(facts.held_digests):
@@ -256,12 +216,6 @@ class Oracle:
                     self.fail("I17", text, step=held.step)
         elif record.ready is not None:
             self._trace.sometimes("restored from a READY")
-
-    def _is_source_kept(self, held: Held) -> bool:
-        """Say whether the objects of the source of the attempt to come were never condemned before."""
-        number = next((one.attempt for one in self.state.attempts if one.uid == held.attempt_uid), 0)
-        again = self.state.attempt is not None and self.state.attempt.held == held
-        return self._may_be_begun_from((number, held.step)) or (again and self._needs_source)
 
     def _check_floor(self, record: Attempt, struck: set[Place]) -> None:
         floor, current = self._floor, self.state.attempt
@@ -284,20 +238,8 @@ class Oracle:
         key = manifest_key(self.state.job, attempt=record.attempt, step=record.step, sha256=record.manifest_sha256)
         if (why := self._why_not_whole(key, record, world=current.world_size)) is not None:
             self.fail(why[0], f"READY {record.step} of attempt {record.attempt}: {why[1]}", step=record.step)
-        self._named[self.state.n] = self._names(key, record)
+        self._needed.on_ready(record, self.state)
         self._trace.sometimes("a step became READY")
-
-    def _names(self, key: Key, record: Ready) -> frozenset[str]:
-        """Return all objects that a READY needs, as far as they are there."""
-        objects, named = self._store.objects, {str(key)}
-        if key in objects:
-            manifest = decode_manifest(objects[key], Manifest, key=key, expected_sha256=record.manifest_sha256)
-            for shard in manifest.shards:
-                named.add(shard.index_key)
-                if (body := objects.get(Key(shard.index_key))) is not None:
-                    index = decode_manifest(body, Index, key=shard.index_key, expected_sha256=shard.index_sha256)
-                    named |= {file.key for file in index.files}
-        return frozenset(named)
 
     def _why_not_whole(self, key: Key, record: Ready, *, world: int) -> tuple[str, str] | None:
         """Return which invariant a READY breaks, and how."""
@@ -370,7 +312,7 @@ class Oracle:
         if unlogged is None or self._opened_since(unlogged.attempt):
             return
         if self.unlogged.obstacle(attempt_uid, self.state):
-            self._trace.sometimes("an attempt opened without the log was fenced off")
+            self._trace.sometimes("ranks were told that the log went on without their attempt")
         elif current is None or current.attempt <= unlogged.attempt:
             self.fail("I12", f"rank {rank} trains in an attempt that the log may take, and is told to end: {why}")
 
@@ -402,11 +344,13 @@ class Oracle:
         unlogged = attempt is not None and all(one.uid != uid for one in self.state.attempts)
         if attempt is not None and unlogged and uid not in self.unlogged.opened:
             self._trace.sometimes("an attempt was opened without the log")
-            if why := self.unlogged.open(attempt):
+            if why := self.unlogged.open(attempt, term=desired.term):
                 self.fail("I18", why)
+            elif self.unlogged.follows_another(attempt, self.state):
+                self._trace.sometimes("a second attempt in a row was opened without the log")
         at = ((desired.term, desired.version), number, uid)
         before = self._heard.get(life, ((0, 0), 0, ""))
-        over = before[2] in self.unlogged.attempts and self.unlogged.obstacle(before[2], self.state)
+        over = self.unlogged.may_leave(life.partition(".")[0], before[2], self.state)
         if at[0] < before[0] or (at[1] < before[1] and not over):
             self.fail("I9", f"sidecar {life} goes back from {before} to {at}")
         self._heard[life] = at

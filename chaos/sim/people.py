@@ -29,7 +29,7 @@ from toprope.store.log.snap import newest_snap
 
 if TYPE_CHECKING:
     from toprope.chaos.sim.coordinator import Host
-    from toprope.chaos.sim.world import World
+    from toprope.chaos.sim.world import Node, World
 
 _BEAT_S = 1.5
 _DAWDLES_S = 4.0
@@ -153,6 +153,30 @@ class Command:
         if answer.seq is not None:
             world.trace.sometimes("a coordinator changed the job")
         return True
+
+
+class Operator:
+    """Somebody who sees that a node is off, and tells the coordinator that leads."""
+
+    def __init__(self, world: World, number: int, node: Node) -> None:
+        self.process = Process(world.loop, f"operator{number}")
+        self._world = world
+        self._node = node
+
+    def start(self) -> None:
+        """Begin."""
+        self.process.start(self._life())
+
+    async def _life(self) -> None:
+        world, node = self._world, self._node
+        if not node.up:
+            with contextlib.suppress(NetError):
+                await world.ask_coordinator(
+                    self.process.name, "", lambda host: host.declare_dead(node.name), timeout_s=_ASK_S
+                )
+                world.trace.sometimes("a node was declared dead")
+                world.trace.note(self.process.name, f"declares {node.name} dead")
+        self.process.kill()
 
 
 def _made_now(make: Callable[[JobState], Change | None], state: JobState) -> Change | None:

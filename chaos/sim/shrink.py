@@ -27,6 +27,7 @@ _SIMPLER: tuple[dict[str, object], ...] = (
     {"broker": False},
     {"retain": ""},
     {"ranks_per_node": 1},
+    {"spares": 0},
     {"nodes": 1},
     {"nodes": 2},
 )
@@ -97,7 +98,7 @@ def _smaller(options: Options) -> Iterator[Options]:
         yield _with(options, script[half:])
     for plain in _SIMPLER:
         simpler = msgspec.structs.replace(options, **plain)
-        if simpler != options and simpler.nodes <= options.nodes:
+        if simpler != options and simpler.spares < simpler.nodes <= options.nodes:
             yield simpler
     for at in reversed(range(len(script))):
         yield _with(options, script[:at] + script[at + 1 :])

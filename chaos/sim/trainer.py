@@ -495,11 +495,11 @@ class Rank:
 class Launch:
     """One launch of all ranks, under one launch id."""
 
-    def __init__(self, world: World, number: int) -> None:
+    def __init__(self, world: World, number: int, places: list[Node]) -> None:
         self.number = number
         self.id = world.loop.rng.randbytes(16).hex()
         options = world.options
-        nodes = [node for node in world.nodes for _ in range(options.ranks_per_node)]
+        nodes = [node for node in places for _ in range(options.ranks_per_node)]
         self.size = len(nodes)
         self.group = Group(self.size)
         self.ranks = [Rank(world, self, rank, node) for rank, node in enumerate(nodes)]

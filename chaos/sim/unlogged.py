@@ -17,11 +17,17 @@ from toprope.store.log.records import Attempt, Elected, Job, Member, Metric, Pin
 
 @dataclass(slots=True)
 class Unlogged:
-    """All attempts that any node ever adopted, by uid; ``records`` are those of the log."""
+    """All attempts that any node ever adopted, by uid; ``records`` are those of the log.
+
+    ``opened`` has the term in which one was given out first, ``over`` those that the log can't take any more, ``gone``
+    the boot ids of memory that was lost: nothing trains there any more, and nobody need ask.
+    """
 
     attempts: dict[str, Provisional] = field(default_factory=dict)
     adopters: dict[str, set[str]] = field(default_factory=dict)
-    opened: set[str] = field(default_factory=set)
+    opened: dict[str, int] = field(default_factory=dict)
+    over: set[str] = field(default_factory=set)
+    gone: set[str] = field(default_factory=set)
     records: list[Record] = field(default_factory=list)
     worlds: dict[str, tuple[Member, ...]] = field(default_factory=dict)
     _by_disk: dict[tuple[object, int], str] = field(default_factory=dict)
@@ -40,16 +46,38 @@ class Unlogged:
             return f"node {node} adopts a second attempt {one.number}, and the first may come into the log yet"
         return ""
 
-    def open(self, view: AttemptView) -> str:
+    def open(self, view: AttemptView, *, term: int) -> str:
         """Take in that an attempt is given out that the log does not have; return what is wrong with that."""
         one = self.attempts.get(view.uid)
         if one is None:
             return f"attempt {view.number} is not in the log, and nobody has adopted it"
-        self.opened.add(view.uid)
+        self.opened[view.uid] = term
         worlds = (*self.worlds.get(one.parent, ()), *self._world(one.parent), *one.facts.world)
-        wanted = {place.node for place in worlds}
+        wanted = {place.node for place in worlds if place.boot_id not in self.gone}
         missing = sorted(wanted - self.adopters[view.uid])
         return f"attempt {view.number} is given out, and node {missing[0]} has not adopted it" if missing else ""
+
+    def may_leave(self, node: str, uid: str, state: JobState) -> bool:
+        """Say whether a node may go by an earlier attempt again: it did not adopt this one, or the log can't take it."""
+        return uid in self.attempts and (node not in self.adopters[uid] or bool(self.obstacle(uid, state)))
+
+    def follows_another(self, view: AttemptView, state: JobState) -> bool:
+        """Say whether an attempt follows one that was given out and is not in the log yet."""
+        parent = self.attempts[view.uid].parent
+        return parent in self.opened and all(one.uid != parent for one in state.attempts)
+
+    def appended(self, record: Record, state: JobState) -> tuple[list[str], str]:
+        """Take in a record, and the log with it; return what that ends of what was given out, and what is wrong.
+
+        Whoever has given an attempt out appends nothing that it could not follow.
+        """
+        self.records.append(record)
+        ends = [uid for uid in sorted(self.opened) if uid not in self.over and self.obstacle(uid, state)]
+        self.over.update(ends)
+        own = next((uid for uid in ends if self.opened[uid] == record.term), None)
+        if own is None:
+            return ends, ""
+        return ends, f"attempt {self.attempts[own].number} was given out in term {record.term}, which then appends this"
 
     def _world(self, uid: str) -> tuple[Member, ...]:
         return self.attempts[uid].facts.world if uid in self.attempts else ()

@@ -40,6 +40,7 @@ class Node:
         self.memory = SimMemory(world.loop.rng.randbytes(16).hex())
         self._world = world
         self.disk = self._new_disk()
+        self.away_until_s = 0.0
         self._lives = itertools.count(1)
 
     def _new_disk(self) -> SimDisk:
@@ -50,6 +51,7 @@ class Node:
     def lose_power(self, *, replaced: bool | None = None) -> None:
         """Lose memory, and what the disk had not made durable; or the disk too, as when the machine is ``replaced``."""
         rng = self._world.loop.rng
+        self._world.oracle.unlogged.gone.add(self.memory.boot_id)
         self.memory = SimMemory(rng.randbytes(16).hex())
         self.disk.cut_power()
         drawn = rng.random() < 0.4  # noqa: PLR2004 - now and then
@@ -142,6 +144,11 @@ class World:
         self._host_numbers = itertools.count(1)
         self._launches = itertools.count(1)
 
+    @property
+    def places(self) -> int:
+        """Return how many nodes a launch takes."""
+        return self.options.nodes - self.options.spares
+
     def next_number(self) -> int:
         """Return a number that was never given."""
         return next(self._numbers)
@@ -160,7 +167,7 @@ class World:
 
     async def _keep_node(self, node: Node) -> None:
         while True:
-            if not node.up:
+            if not node.up and self.loop.time() >= node.away_until_s:
                 await asyncio.sleep(self.loop.rng.uniform(0.1, 4.0) if node.sidecar is not None else 0.0)
                 node.start()
                 self.trace.note(node.name, "starts")
@@ -184,10 +191,11 @@ class World:
 
     async def _keep_launch(self) -> None:
         while True:
-            if not all(node.up for node in self.nodes):
+            there = [node for node in self.nodes if node.up]
+            if len(there) < self.places:
                 await asyncio.sleep(0.3)
                 continue
-            self.launch = launch = Launch(self, next(self._launches))
+            self.launch = launch = Launch(self, next(self._launches), there[: self.places])
             self.trace.note(f"l{launch.number}", "is launched")
             launch.start()
             await launch.over.wait()
@@ -268,7 +276,7 @@ class World:
         whole: dict[tuple[str, int], int] = {}
         for (uid, step, _), sealed in self.oracle.golden.items():
             whole[uid, step] = whole.get((uid, step), 0) + (sealed in there)
-        world = self.options.nodes * self.options.ranks_per_node
+        world = self.places * self.options.ranks_per_node
         numbers = {one.uid: one.attempt for one in state.attempts}
         return any(
             count == world

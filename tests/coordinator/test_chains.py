@@ -8,7 +8,7 @@ from tests.coordinator.test_log_outage import AGAIN, THIRD, away, opened, waits
 from tests.support.reigns import Reign, copy_of
 
 from toprope.coordinator import outage
-from toprope.coordinator.effects import Learn
+from toprope.coordinator.effects import Enter, Learn
 from toprope.coordinator.wire import Provisional
 
 
@@ -89,3 +89,27 @@ def test_nothing_is_decided_beside_what_a_node_has_adopted_and_is_not_known_yet(
     assert reign.desired.proposed is None
     reign.release()
     assert reign.desired.proposed == other.nodes["b"].adopted[0]
+
+
+def test_a_successor_says_nothing_before_what_it_learns_of_is_in_the_log() -> None:
+    reign, one, two = chain_of_two()
+    reign.log_up = True
+    after = reign.successor()
+    after.held_back = {Enter}
+    after.hear()
+    assert after.published == []
+    after.release()
+    assert [said.attempt.uid for said in after.published if said.attempt is not None] == [two.uid]
+    assert one.uid in {attempt.uid for attempt in after.state.attempts}
+
+
+def test_one_that_can_not_bring_it_in_speaks_all_the_same_after_a_while() -> None:
+    reign, _, _ = chain_of_two()
+    reign.log_up = True
+    after = reign.successor()
+    after.held_back = {Learn}
+    after.hear()
+    after.wait(4.0)
+    assert after.published == []
+    after.wait(2.0)
+    assert after.published[-1].logged == 1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from toprope.coordinator.wire import Cadence
@@ -68,3 +70,22 @@ def test_on_a_full_disk_only_the_newest_copy_and_what_is_kept_stays_until_one_ha
     for step in (9, 10):
         book.on_local(LocalStored(shard=_shard(step), slot=0, path=f"/local/{step}"))
     assert book.retire_local(kept=frozenset()) == [DropLocal(path="/local/2")]
+
+
+def test_what_attempts_have_left_that_the_log_went_on_without_is_older_than_all_else() -> None:
+    """They were opened without the log and have higher numbers; then the log opened another one in their place."""
+    book = TierBook(attempt=(5, "ee"))
+    for step in range(1, RECEIPTS_KEPT + 1):
+        shard = replace(_shard(step + 100), attempt=5, attempt_uid="ee")
+        book.on_object(ObjectStored(receipt=shard.copy("object", key=f"fenced-{step}"), slot=0))
+        book.on_local(LocalStored(shard=shard, slot=None, path=f"/local/fenced-{step}"))
+    book.attempt = (2, "aa")
+    slots = [(record, replace(shard, attempt=2)) for record, shard in _slots(range(1, 4))]
+    local, remote = _run(book, slots, rounds=12)
+    assert {2, 3} <= set(local)
+    assert set(remote) == {1, 2, 3}
+    assert {(shard.attempt, shard.step) for shard in book.local} == {(2, 2), (2, 3)}
+    assert {1, 2, 3} <= {shard.step for shard in book.receipts}
+    other = replace(_shard(9), attempt=2, attempt_uid="bb")  # of the same number, and fenced off
+    assert other.age(book.attempt) < replace(_shard(1), attempt=1).age(book.attempt)
+    assert other.age((0, "")) > replace(_shard(1), attempt=1).age((0, ""))
