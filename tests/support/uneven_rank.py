@@ -1,8 +1,10 @@
 """A rank that starts late, or whose state holds at some steps what can't be kept; it notes what it began from and did.
 
 ``LATE_S`` in its environment are the seconds that it sleeps before anything, ``ODD_STEPS`` the steps, with commas, at
-which there is a value that can't be kept; ``STRICT``: a step that is not saved ends it. It writes ``OUT/rank-R.jsonl``:
-a line for its restore, and one for each step with how long ``end_step`` took and how many collectives it called.
+which there is a value that can't be kept, ``LEFT_OUT`` those that it does not call ``end_step`` for; ``STRICT``: a step
+that is not saved ends it. It writes ``OUT/rank-R.jsonl``:
+a line for its restore, and one for each step with how long ``end_step`` took, how many collectives it called, and how
+many snapshots there have been.
 """
 
 from __future__ import annotations
@@ -49,6 +51,10 @@ class Watch:
         return called
 
 
+def steps_of(variable: str) -> set[int]:
+    return {int(step) for step in os.environ.get(variable, "").split(",") if step}
+
+
 def main(arguments: list[str]) -> None:
     """Train some steps."""
     parser = argparse.ArgumentParser()
@@ -61,7 +67,7 @@ def main(arguments: list[str]) -> None:
     rank = int(os.environ["RANK"])
     time.sleep(float(os.environ.get("LATE_S", "0")))
     distributed.init_process_group("gloo")
-    odd = {int(step) for step in os.environ.get("ODD_STEPS", "").split(",") if step}
+    odd, left_out = steps_of("ODD_STEPS"), steps_of("LEFT_OUT")
     trainer, watch = tiny(ddp=True), Watch()
     extra: dict[str, Any] = {"kept": 1}
     strict = "STRICT" in os.environ
@@ -71,13 +77,15 @@ def main(arguments: list[str]) -> None:
         lines.write(json.dumps({"restored": first - 1}) + "\n")
         for step in range(first, options.steps + 1):
             trainer.step()
+            if step in left_out:
+                continue
             extra["odd"] = object() if step in odd else None
             watch.on, watch.count = True, 0
             began_s = time.monotonic()
             ckpt.end_step(step)
             took_s, watch.on = time.monotonic() - began_s, False
             said = {"step": step, "took_s": took_s, "collectives": watch.count, "skipped": dict(ckpt.stats.skipped)}
-            lines.write(json.dumps(said) + "\n")
+            lines.write(json.dumps(said | {"snapshots": ckpt.stats.snapshots}) + "\n")
             time.sleep(options.step_delay)
     ckpt.close()
     distributed.destroy_process_group()

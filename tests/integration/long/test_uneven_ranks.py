@@ -103,20 +103,44 @@ def test_steps_that_only_some_ranks_save_are_given_up_and_who_has_not_is_listed(
         assert_nobody_waited(world, of=STEPS)
 
 
+def test_ranks_that_leave_out_a_call_are_told_at_their_next_one_and_nobody_waits_for_them(
+    tmp_path: Path, fork_server: ForkServer, services: ForkedServices
+) -> None:
+    env = {rank: {"LEFT_OUT": "5"} for rank in range(1, WORLD)}
+    with (
+        running_cluster(tmp_path, job=JOB, cadences=EACH, launch=services) as cluster,
+        uneven(cluster, fork_server, env, steps=STEPS, delay_s=1.0) as world,
+    ):
+        world.start()
+        wait_until(lambda: len(world.statuses()) == WORLD, what="all have ended", timeout_s=60)
+        assert 0 not in world.statuses().values()
+        for rank in range(1, WORLD):
+            assert "expected end_step(5)" in world.log(rank).read_text()
+        env.clear()
+        world.restart()
+        world.finish(timeout_s=120.0)
+        for rank in range(WORLD):
+            assert [line["restored"] for line in lines_of(world, rank) if "restored" in line] == [0, 4]
+        wait_until(lambda: STEPS in ready_steps(cluster), what="the last step is READY", timeout_s=60)
+        assert 7 in ready_steps(cluster)
+
+
 def told(cluster: Cluster) -> str:
     return (get(cluster.coordinator_url, "/v1/status") or b"").decode()
 
 
-def test_ranks_that_start_apart_before_their_sidecars_all_come_to_the_end(
+@pytest.mark.fault("B105")
+def test_ranks_that_start_apart_before_their_sidecars_take_two_snapshots_at_once_and_all_come_to_the_end(
     tmp_path: Path, fork_server: ForkServer, services: ForkedServices
 ) -> None:
     chance = random.Random(105)
+    steps = 20
     for number in range(50):
         with Cluster(directory=tmp_path / str(number), job=JOB, cadences=EACH, launch=services) as cluster:
             for name in "ab":  # so that ranks know where to look, and nothing is there
                 cluster.nodes[name] = cluster._new_node(name)
             late = {rank: {"LATE_S": f"{chance.uniform(0.0, 0.3):.3f}"} for rank in range(WORLD)}
-            with uneven(cluster, fork_server, late, steps=2, delay_s=0.0) as world:
+            with uneven(cluster, fork_server, late, steps=steps, delay_s=0.05) as world:
                 world.start()
                 cluster.start_broker()
                 cluster.start_coordinator()
@@ -124,4 +148,8 @@ def test_ranks_that_start_apart_before_their_sidecars_all_come_to_the_end(
                     cluster.start_sidecar(name)
                 world.finish(timeout_s=60.0)
                 assert {lines_of(world, rank)[0]["restored"] for rank in range(WORLD)} == {0}
-                assert_nobody_waited(world, of=2)
+                assert_nobody_waited(world, of=steps)
+                for rank in range(WORLD):
+                    taken = [line["snapshots"] for line in lines_of(world, rank)[1:]]
+                    first = next((at for at, count in enumerate(taken) if count), steps)
+                    assert taken[first : first + 2] == [1, 2], f"try {number}, rank {rank}: {taken}"
