@@ -19,6 +19,11 @@ def _set(trainer: Tiny, tensor: torch.Tensor) -> None:
     last.bias.data = tensor
 
 
+def _turn(trainer: Tiny) -> None:
+    first: Any = trainer.model[0]  # type: ignore[index]
+    first.weight.data = first.weight.detach().t().contiguous().t()
+
+
 def _drop(trainer: Tiny, extra: dict[str, Any]) -> None:
     del extra["gone"]
     trainer.optimizer.state.pop(trainer.optimizer.param_groups[0]["params"][0])
@@ -37,6 +42,7 @@ CHANGES: dict[str, Callable[[Tiny, dict[str, Any]], object]] = {
     "new shape": lambda trainer, _: _set(trainer, torch.arange(4.0)),
     "new dtype": lambda trainer, _: _set(trainer, torch.ones(1, dtype=torch.float64)),
     "new strides": lambda _, extra: extra.update(t=torch.arange(6.0).reshape(2, 3).t()),
+    "a weight's new strides": lambda trainer, _: _turn(trainer),
     "a key gone": _drop,
     "a key more": lambda _, extra: extra.update(more=torch.ones(2)),
     "a tensor moved": lambda _, extra: extra.update(moved={"t": extra.pop("t")}),
@@ -67,9 +73,12 @@ def test_a_capture_with_a_memory_equals_one_without(change: str) -> None:
     parts = Parts(**trainer.named(), extra=extra)
     memory = Memory()
     capture(parts, rank=0, world=1, memory=memory)
+    before = capture(parts, rank=0, world=1, memory=memory)
     CHANGES[change](trainer, extra)
     for _ in range(2):
         _same(capture(parts, rank=0, world=1, memory=memory), capture(parts, rank=0, world=1))
+    after = capture(parts, rank=0, world=1, memory=memory)
+    assert (after.form is before.form) == (change in {"nothing", "a step", "new storage"})
 
 
 def test_only_what_changed_is_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:

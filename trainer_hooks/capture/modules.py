@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.nn.parameter import is_lazy
 
 from toprope.trainer_hooks.capture import fsdp
 from toprope.trainer_hooks.capture.spread import as_dtensor
@@ -146,7 +147,7 @@ class _Walk:
             self.found.extras[prefix.removesuffix(".") or "(root)"] = module
 
     def _note_parameter(self, name: str, parameter: Any, *, replicated: bool, ignored: frozenset[str]) -> None:  # noqa: ANN401 - a parameter of any class
-        if isinstance(parameter, nn.UninitializedParameter):
+        if is_lazy(parameter):
             raise UnsupportedLeafError.at(f"model.{name}", "has no values yet; run one forward pass before the hook")
         first = self._names.setdefault(id(parameter), name)
         if first != name:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import json
+import functools
+import operator
 import re
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -28,11 +29,12 @@ from toprope.trainer_hooks.capture.spread import (
     spread_of,
 )
 from toprope.trainer_hooks.errors import UnsupportedLeafError, UsageError
+from toprope.trainer_hooks.image.copying import lies_in_order
 from toprope.trainer_hooks.image.shard import Piece, check_tensor, plan_image
-from toprope.trainer_hooks.image.tree import Encoder, Json
+from toprope.trainer_hooks.image.tree import Encoder, Json, object_of, to_json
 
 FORMAT = 1
-_to_json = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
+_kind_of = operator.attrgetter("dtype", "shape", "layout", "device")
 _KEY = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _T = TypeVar("_T")
 
@@ -133,13 +135,15 @@ class Snapshot:
     """A captured state: the document, and live tensors that are to be copied before training goes on.
 
     ``pieces`` says which of them are pieces of larger ones, and where they lie in them. ``updated_by`` has those that
-    an optimizer updates, and nothing else should, with the section of that optimizer.
+    an optimizer updates, and nothing else should, with the section of that optimizer. ``form`` is one object for as
+    long as the same memory finds tensors of the same names, kinds, shapes and order in memory, and these two the same.
     """
 
     document: bytes
     tensors: dict[str, torch.Tensor]
-    pieces: dict[str, Piece] = field(default_factory=dict)
-    updated_by: dict[str, str] = field(default_factory=dict)
+    pieces: Mapping[str, Piece] = field(default_factory=dict)
+    updated_by: Mapping[str, str] = field(default_factory=dict)
+    form: object = field(default_factory=object)
 
 
 def model_devices(model: ModelState) -> list[int]:
@@ -151,13 +155,17 @@ def model_devices(model: ModelState) -> list[int]:
     return list(found)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class _Known:
-    """What is said of a tensor, and the ``marks`` of it by which that holds."""
+    """What is said of a tensor, and the ``marks`` of it by which that holds; another one for other marks."""
 
     marks: tuple[object, ...]
-    entry: dict[str, Json]
+    text: str
+    """What the document says."""
+    mine: bool
+    """Whether this rank stores it."""
     piece: Piece | None
+    updater: str
 
 
 @dataclass(slots=True)
@@ -166,6 +174,18 @@ class Memory:
 
     known: dict[str, _Known] = field(default_factory=dict)
     meshes: dict[Mesh, int] = field(default_factory=dict)
+    pieces: dict[str, Piece] = field(default_factory=dict)
+    updated_by: dict[str, str] = field(default_factory=dict)
+    form: object = field(default_factory=object)
+
+    def learn(self, known: dict[str, _Known]) -> None:
+        """Take in what is known of all tensors now."""
+        if known == self.known:
+            return
+        self.known, self.form = known, object()
+        mine = {name: one for name, one in known.items() if one.mine}
+        self.pieces = {name: one.piece for name, one in mine.items() if one.piece is not None}
+        self.updated_by = {name: one.updater for name, one in mine.items() if one.updater}
 
 
 def check_values(parts: Parts, *, rank: int, world: int) -> None:
@@ -194,9 +214,9 @@ def capture(parts: Parts, *, rank: int, world: int, memory: Memory | None = None
     memory = Memory() if memory is None else memory
     keeper = _Keeper(rank, parts.allow_pickle, memory)
     owner_of = _owners(model, parts.replicated, rank, world)
-    document: dict[str, Json] = {
-        "format": FORMAT,
-        "world": world,
+    document = {
+        "format": to_json(FORMAT),
+        "world": to_json(world),
         "rng": keeper.encoder().encode("rng", rng.streams(model_devices(model))),
         "model": _model(model, keeper, owner_of, _updaters(parts)),
     }
@@ -206,10 +226,9 @@ def capture(parts: Parts, *, rank: int, world: int, memory: Memory | None = None
         document[name] = keeper.encoder().encode(name, _asked(name, part.state_dict))
     if parts.extra is not None:
         document["extra"] = _extra(parts.extra, keeper)
-    document["meshes"] = [{"shape": list(mesh.shape), "ranks": list(mesh.ranks)} for mesh in memory.meshes]
-    body = _to_json(document).encode()
-    memory.known = keeper.known
-    return Snapshot(body, keeper.tensors, keeper.pieces, keeper.updated_by)
+    document["meshes"] = to_json([{"shape": list(mesh.shape), "ranks": list(mesh.ranks)} for mesh in memory.meshes])
+    memory.learn(keeper.known)
+    return Snapshot(object_of(document).encode(), keeper.tensors, memory.pieces, memory.updated_by, memory.form)
 
 
 def _asked(name: str, state_dict: Callable[[], Any]) -> Any:  # noqa: ANN401 - whatever a part says
@@ -265,9 +284,7 @@ class _Keeper:
     allow_pickle: bool
     memory: Memory
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
-    pieces: dict[str, Piece] = field(default_factory=dict)
     known: dict[str, _Known] = field(default_factory=dict)
-    updated_by: dict[str, str] = field(default_factory=dict)
     updater: str = ""
     """The section of the optimizer that updates what is kept next; empty when it is none's."""
 
@@ -280,11 +297,9 @@ class _Keeper:
         ``flat`` is what FSDP1 left of it.
         """
         plain = self.rank if owner is None or (of is not None and as_dtensor(of) is not None) else owner
-        return Encoder(lambda name, tensor: self._keep(name, tensor, plain, owner, flat), self.allow_pickle)
+        return Encoder(functools.partial(self._keep, plain, owner, flat), self.allow_pickle)
 
-    def _keep(
-        self, name: str, tensor: torch.Tensor, plain: int, spread: int | None, flat: FlatShard | None
-    ) -> dict[str, Json]:
+    def _keep(self, plain: int, spread: int | None, flat: FlatShard | None, name: str, tensor: torch.Tensor) -> str:
         unique, number = name, 1
         while unique in self.known:  # two paths may read alike: {"a.b": ...} and {"a": {"b": ...}}
             number += 1
@@ -293,18 +308,15 @@ class _Keeper:
         local = tensor if dtensor is None else local_of(dtensor)
         layout = None if dtensor is None else (dtensor.placements, dtensor.device_mesh, tuple(dtensor.shape))
         cut = None if flat is None else (flat.offset, flat.whole, flat.shape, flat.values.shape)
-        marks = (type(local), local.dtype, local.shape, local.layout, local.device, layout, plain, spread, cut)
+        in_order = local.layout is torch.strided and lies_in_order(local)
+        marks = (type(local), _kind_of(local), in_order, layout, plain, spread, cut, self.updater)
         known = self.memory.known.get(unique)
         if known is None or known.marks != marks:
             known = self._look(unique, tensor, plain, spread, flat, marks)
         self.known[unique] = known
-        if known.entry["rank"] == self.rank:
+        if known.mine:
             self.tensors[unique] = local
-            if self.updater:
-                self.updated_by[unique] = self.updater
-            if known.piece is not None:
-                self.pieces[unique] = known.piece
-        return known.entry
+        return known.text
 
     def _look(
         self,
@@ -336,39 +348,43 @@ class _Keeper:
             piece = Piece((flat.whole,), (flat.offset,))
         if piece is not None and piece.global_shape == tuple(local.shape):
             piece = None
-        return _Known(marks, entry, piece)
+        return _Known(marks, to_json(entry), entry["rank"] == self.rank, piece, self.updater)
 
     def _described(self, layout: Spread) -> dict[str, Json]:
         number = self.memory.meshes.setdefault(layout.mesh, len(self.memory.meshes))
         return {"mesh": number, "placements": list(layout.placements), "shape": list(layout.shape)}
 
 
-def _model(model: ModelState, keeper: _Keeper, owner_of: dict[str, int], updaters: dict[int, str]) -> dict[str, Json]:
+def _model(model: ModelState, keeper: _Keeper, owner_of: dict[str, int], updaters: dict[int, str]) -> str:
     params = {}
     for name, parameter in model.params.items():
         keeper.updater = updaters.get(id(parameter), "")
         encoder = keeper.encoder(owner_of.get(name), parameter, model.flat.get(name))
         params[name] = encoder.on_tensor(f"model.{name}", model.kept(name))
     keeper.updater = ""
-    return {
-        "params": params,
-        "buffers": {
-            name: keeper.encoder(owner_of.get(name)).on_tensor(f"model.{name}", tensor)
-            for name, tensor in model.buffers.items()
-        },
-        "tied": model.tied,
-        **({"flattened": _flattened(model)} if model.flattened else {}),
-        "extra_state": {
-            name: keeper.encoder().encode(f"model.{name}.extra_state", _asked(f"model.{name}", module.get_extra_state))
-            for name, module in model.extras.items()
-        },
+    buffers = {
+        name: keeper.encoder(owner_of.get(name)).on_tensor(f"model.{name}", tensor)
+        for name, tensor in model.buffers.items()
     }
+    extras = {
+        name: keeper.encoder().encode(f"model.{name}.extra_state", _asked(f"model.{name}", module.get_extra_state))
+        for name, module in model.extras.items()
+    }
+    return object_of(
+        {
+            "params": object_of(params),
+            "buffers": object_of(buffers),
+            "tied": to_json(model.tied),
+            **({"flattened": _flattened(model)} if model.flattened else {}),
+            "extra_state": object_of(extras),
+        }
+    )
 
 
-def _flattened(model: ModelState) -> dict[str, Json]:
-    return {
-        name: [[part.name, list(part.shape), part.begin] for part in parts] for name, parts in model.flattened.items()
-    }
+def _flattened(model: ModelState) -> str:
+    return to_json(
+        {name: [[part.name, list(part.shape), part.begin] for part in parts] for name, parts in model.flattened.items()}
+    )
 
 
 def _optimizer(
@@ -377,17 +393,13 @@ def _optimizer(
     model: ModelState,
     keeper: _Keeper,
     owner_of: dict[str, int],
-) -> dict[str, Json]:
+) -> str:
     names = optimizer_names(optimizer, model.params)
     groups = []
     for number, group in enumerate(optimizer.param_groups):
         settings = {key: value for key, value in group.items() if key != "params"}
-        groups.append(
-            {
-                "params": [names[id(parameter)] for parameter in group["params"]],
-                "settings": keeper.encoder().encode(f"{section}.groups.{number}", settings),
-            }
-        )
+        said = keeper.encoder().encode(f"{section}.groups.{number}", settings)
+        groups.append(object_of({"params": to_json([names[id(one)] for one in group["params"]]), "settings": said}))
     mine = owned(optimizer, model.params)
     state = {}
     keeper.updater = section
@@ -401,15 +413,15 @@ def _optimizer(
         encoder = keeper.encoder(owner, parameter, model.flat.get(name))
         state[name] = encoder.encode(f"{section}.state.{name}", values)
     keeper.updater = ""
-    return {"groups": groups, "state": state, "owned": mine}
+    return object_of({"groups": f"[{','.join(groups)}]", "state": object_of(state), "owned": to_json(mine)})
 
 
-def _extra(extra: Stateful | MutableMapping[str, Any], keeper: _Keeper) -> dict[str, Json]:
+def _extra(extra: Stateful | MutableMapping[str, Any], keeper: _Keeper) -> str:
     """Return the user's own state: values as they are, those that are Stateful as their state."""
     if not isinstance(extra, MutableMapping):
-        return {"whole": keeper.encoder().encode("extra", _asked("extra", extra.state_dict))}
-    plain: dict[str, Json] = {}
-    stateful: dict[str, Json] = {}
+        return object_of({"whole": keeper.encoder().encode("extra", _asked("extra", extra.state_dict))})
+    plain: dict[str, str] = {}
+    stateful: dict[str, str] = {}
     for name, value in extra.items():
         if type(name) is not str:
             raise UnsupportedLeafError.at(f"extra[{name!r}]", "the keys of extra must be text")
@@ -418,4 +430,4 @@ def _extra(extra: Stateful | MutableMapping[str, Any], keeper: _Keeper) -> dict[
             stateful[name] = keeper.encoder().encode(f"extra.{name}", _asked(f"extra.{name}", part.state_dict))
         else:
             plain[name] = keeper.encoder().encode(f"extra.{name}", value)
-    return {"plain": plain, "stateful": stateful}
+    return object_of({"plain": object_of(plain), "stateful": object_of(stateful)})

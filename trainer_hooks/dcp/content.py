@@ -7,7 +7,6 @@ pickled byte is stored, and so none is ever unpickled, unless both ends say ``al
 from __future__ import annotations
 
 import io
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TypeGuard
@@ -21,7 +20,7 @@ from toprope.trainer_hooks.capture.state import FORMAT, Snapshot
 from toprope.trainer_hooks.errors import StateMismatchError, UnsupportedLeafError
 from toprope.trainer_hooks.image import opaque
 from toprope.trainer_hooks.image.shard import DOCUMENT, Image, Piece, check_tensor
-from toprope.trainer_hooks.image.tree import Decoder, Encoder, Json
+from toprope.trainer_hooks.image.tree import Decoder, Encoder, Json, object_of, to_json
 from toprope.trainer_hooks.launch import World
 from toprope.trainer_hooks.restore.blocks import Block
 from toprope.trainer_hooks.restore.reader import ShardReader, Stored, Whole
@@ -36,7 +35,8 @@ class _Content:
     allow_pickle: bool
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     pieces: dict[str, Piece] = field(default_factory=dict)
-    values: dict[str, Json] = field(default_factory=dict)
+    values: dict[str, str] = field(default_factory=dict)
+    """As the text of their JSON."""
     renamed: dict[str, str] = field(default_factory=dict)
 
     def add_tensor(self, item: WriteItem, tensor: torch.Tensor) -> None:
@@ -71,13 +71,13 @@ class _Content:
         )
         if not self.allow_pickle:
             raise refusal
-        self.values[name] = {"$": "planned", "v": opaque.pickled(body, refusal)}
+        self.values[name] = to_json({"$": "planned", "v": opaque.pickled(body, refusal)})
 
-    def _inner(self, name: str, tensor: torch.Tensor) -> dict[str, Json]:
+    def _inner(self, name: str, tensor: torch.Tensor) -> str:
         """Set apart a tensor within a value; it is no tensor of the state by itself."""
         stored = self._keep(name, tensor)
         self.renamed[stored] = ""
-        return {"$": "tensor", "name": stored, "rank": self.world.rank, "device": tensor.device.type}
+        return to_json({"$": "tensor", "name": stored, "rank": self.world.rank, "device": tensor.device.type})
 
 
 def snapshot_of(plan: SavePlan, planner: SavePlanner, world: World, *, allow_pickle: bool) -> Snapshot:
@@ -98,15 +98,14 @@ def snapshot_of(plan: SavePlan, planner: SavePlanner, world: World, *, allow_pic
             found = planner.resolve_data(item)
             assert isinstance(found, io.BytesIO)
             content.add_bytes(item.index.fqn, found.getvalue())
-    document: dict[str, Json] = {
-        "format": FORMAT,
-        "world": world.size,
-        VALUES: content.values,
-        "renamed": content.renamed,
-        "paths": _paths(plan),
+    document = {
+        "format": to_json(FORMAT),
+        "world": to_json(world.size),
+        VALUES: object_of(content.values),
+        "renamed": to_json(content.renamed),
+        "paths": to_json(_paths(plan)),
     }
-    body = json.dumps(document, separators=(",", ":"), allow_nan=False).encode()
-    return Snapshot(body, content.tensors, content.pieces)
+    return Snapshot(object_of(document).encode(), content.tensors, content.pieces)
 
 
 def _gives_values(planner: SavePlanner) -> TypeGuard[DefaultSavePlanner]:

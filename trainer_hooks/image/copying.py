@@ -21,6 +21,11 @@ _HOP_BYTES = 1_000_003 * 64
 _CACHE_LINE_BYTES = 64
 
 
+def lies_in_order(tensor: torch.Tensor) -> bool:
+    """Say whether the logical values of a tensor are its bytes, one after the other, on whatever device."""
+    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
 class Move(NamedTuple):
     """A copy of ``size`` bytes to an address, from ``begin`` of a contiguous tensor, which it keeps alive."""
 
@@ -46,20 +51,16 @@ class Move(NamedTuple):
 
 def sampled(moves: Sequence[Move], turn: int) -> Callable[[], bool]:
     """Keep some bytes of each source as they are now; return what says whether both sides of all have them then."""
-    places = [(move, *sample_place(move.size, turn)) for move in moves]
-    kept = ctypes.create_string_buffer(sum(count for _, _, count in places))
-    golden = ctypes.addressof(kept)
-    for move, begin, count in places:
-        ctypes.memmove(golden, move.source.data_ptr() + move.begin + begin, count)
-        golden += count
+    kept = []
+    for move in moves:
+        begin, count = sample_place(move.size, turn)
+        kept.append((move, begin, ctypes.string_at(move.source.data_ptr() + move.begin + begin, count)))
 
     def sound() -> bool:
-        golden = ctypes.addressof(kept)
-        for move, begin, count in places:
+        for move, begin, golden in kept:
             sides = (move.to + begin, move.source.data_ptr() + move.begin + begin)
-            if any(_memcmp(golden, side, count) for side in sides):
+            if any(_memcmp(golden, side, len(golden)) for side in sides):
                 return False
-            golden += count
         return True
 
     return sound

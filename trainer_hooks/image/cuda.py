@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from toprope.trainer_hooks.image.copying import sample_place
+from toprope.trainer_hooks.image.copying import lies_in_order, sample_place
 
 _cuda: Any = torch.cuda  # parts of it are untyped
 logger = logging.getLogger("toprope")
@@ -91,7 +91,7 @@ def has(tensors: Iterable[torch.Tensor]) -> bool:
 
 def is_plain(tensor: torch.Tensor) -> bool:
     """Say whether a tensor is on a CUDA device and its logical values lie there one after the other."""
-    return tensor.is_cuda and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+    return tensor.is_cuda and lies_in_order(tensor)
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ import torch
 
 from toprope.trainer_hooks.errors import StateMismatchError, UnsupportedLeafError
 from toprope.trainer_hooks.image import cuda
-from toprope.trainer_hooks.image.copying import LARGE_BYTES, Copier, Move
+from toprope.trainer_hooks.image.copying import LARGE_BYTES, Copier, Move, lies_in_order
 
 DOCUMENT = "__document__"
 FORMAT = "1"
@@ -106,12 +106,11 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The layout of an image. It fits a snapshot as long as ``extents`` and ``pieces`` do."""
+    """The layout of an image: one for all tensors of the same names, dtypes and shapes with the same pieces."""
 
     extents: tuple[Extent, ...]
     header_bytes: int
     tensor_bytes: int
-    pieces: Mapping[str, Piece]
     described: str = field(repr=False)
     """What the header says of all tensors, but for the document: it is the same in each image of this plan."""
     typed: str = field(repr=False)
@@ -125,16 +124,6 @@ class Plan:
     def image_bytes(self, document_bytes: int) -> int:
         """Return the length of the whole image."""
         return self.start + self.tensor_bytes + document_bytes
-
-    def fits(self, tensors: Mapping[str, torch.Tensor], pieces: Mapping[str, Piece]) -> bool:
-        """Say whether this plan is one for these tensors."""
-        if len(tensors) != len(self.extents) or pieces != self.pieces:
-            return False
-        for extent in self.extents:
-            tensor = tensors.get(extent.name)
-            if tensor is None or tensor.dtype is not extent.dtype or tuple(tensor.shape) != extent.shape:
-                return False
-        return True
 
 
 def plan_image(
@@ -154,7 +143,7 @@ def plan_image(
         extents.append(Extent(name, tensor.dtype, tuple(tensor.shape), offset, size))
         offset += size
     described, typed = _describe(extents, pieces)
-    plan = Plan(tuple(extents), 0, offset, pieces, described, typed)
+    plan = Plan(tuple(extents), 0, offset, described, typed)
     widest = {key: value if not value.isdecimal() else str(_WIDEST) for key, value in metadata.items()}
     header = _header_json(plan, _WIDEST, widest)
     padded_bytes = -(-(len(header) + _LENGTH.size) // _ALIGNED) * _ALIGNED - _LENGTH.size
@@ -223,7 +212,7 @@ def _joined(first: str, second: str) -> str:
 
 def is_plain(tensor: torch.Tensor) -> bool:
     """Say whether the logical values of a tensor are the bytes that lie at its address, one after the other."""
-    return tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+    return tensor.is_cpu and lies_in_order(tensor)
 
 
 class MappedFile:
@@ -248,7 +237,7 @@ class MappedFile:
 
     def put_tensor(self, offset: int, tensor: torch.Tensor) -> None:
         """Write the logical values of a tensor, row by row, at an offset."""
-        count = tensor.numel() * tensor.dtype.itemsize
+        count = tensor.nbytes
         assert offset + count <= self.bytes
         if count == 0:
             return

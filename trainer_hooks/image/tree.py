@@ -1,20 +1,23 @@
 """State as a typed JSON document with its tensors set apart.
 
-``encode`` walks a value and returns JSON in which each value keeps its exact type; ``decode`` is its inverse. Plain
-JSON values stand for themselves; everything else is an object whose ``$`` names its type. Tensors are handed to a
-callback, which returns what stands for them in the document. What can't be kept exactly is refused by name.
+``encode`` walks a value and returns the text of JSON in which each value keeps its exact type; ``decode`` is the
+inverse, of what the text says. Plain JSON values stand for themselves; everything else is an object whose ``$`` names
+its type. Tensors are handed to a callback, which returns the text that stands for them in the document, and may be one
+that it has written before. What can't be kept exactly is refused by name.
 """
 
 from __future__ import annotations
 
 import base64
 import enum
+import json
 import math
 import struct
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from json.encoder import encode_basestring_ascii as quoted
 from typing import Any, TypeAlias, TypeVar, cast
 
 import torch
@@ -26,24 +29,25 @@ Json: TypeAlias = Any
 """What ``json`` reads and writes; checked by ``decode``."""
 
 _T = TypeVar("_T")
+to_json = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
 MAX_DEPTH = 64
 _TAG = "$"
 _WIDE = 1 << 63  # integers from here on are written in hexadecimal: other JSON readers would round them
 _FACTORIES: dict[str, type] = {kind.__name__: kind for kind in (int, float, str, bool, list, dict, set)}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Encoder:
-    """Encodes values; ``on_tensor(name, tensor)`` returns the JSON object that stands for a tensor.
+    """Encodes values; ``on_tensor(name, tensor)`` returns the text of the JSON object that stands for a tensor.
 
     With ``allow_pickle`` a leaf that can't be kept exactly is pickled.
     """
 
-    on_tensor: Callable[[str, torch.Tensor], dict[str, Json]]
+    on_tensor: Callable[[str, torch.Tensor], str]
     allow_pickle: bool = False
 
-    def encode(self, name: str, value: object, depth: int = 0) -> Json:  # noqa: PLR0911 - one line for each kind
-        """Return the JSON of a value; ``name`` is its dotted path.
+    def encode(self, name: str, value: object, depth: int = 0) -> str:  # noqa: PLR0911 - one line for each kind
+        """Return the text of the JSON of a value; ``name`` is its dotted path.
 
         Raises:
             UnsupportedLeafError: it, or a value in it, can't be kept exactly.
@@ -51,77 +55,91 @@ class Encoder:
         if depth > MAX_DEPTH:
             raise UnsupportedLeafError.at(name, f"nested deeper than {MAX_DEPTH} levels, or in itself")
         kind = type(value)
-        if value is None or kind in {bool, str}:
-            return _checked_text(name, value)
+        if isinstance(value, torch.Tensor):
+            return self._leaf(name, value, self.on_tensor)
+        if kind is str:
+            return _text(name, value)  # type: ignore[arg-type]
+        if value is None or kind is bool:
+            return _CONSTANTS[value]  # type: ignore[index]
         if kind is int:
             return _int(value)  # type: ignore[arg-type]
         if kind is float:
             return _float(value)  # type: ignore[arg-type]
-        if isinstance(value, torch.Tensor):
-            return self._leaf(name, value, self.on_tensor)
         if kind is list:
             return self._items(name, value, depth)  # type: ignore[arg-type]
         if kind is dict:
             return self._dict(name, value, depth)  # type: ignore[arg-type]
         return self._tagged(name, value, depth)
 
-    def _items(self, name: str, items: Iterable[object], depth: int) -> list[Json]:
-        return [self.encode(f"{name}.{index}", item, depth + 1) for index, item in enumerate(items)]
+    def _items(self, name: str, items: Iterable[object], depth: int) -> str:
+        return _array(self.encode(f"{name}.{index}", item, depth + 1) for index, item in enumerate(items))
 
-    def _dict(self, name: str, value: dict[object, object], depth: int) -> Json:
+    def _dict(self, name: str, value: dict[Any, object], depth: int) -> str:
         if _TAG in value or set(map(type, value)) - {str}:
-            return {_TAG: "dict", "v": self._pairs(name, value, depth)}
-        found = {}
-        for key, item in value.items():
-            found[_checked_text(name, key)] = self.encode(f"{name}.{key}", item, depth + 1)
-        return found
+            return object_of({_TAG: '"dict"', "v": self._pairs(name, value, depth)})
+        members = [f"{_text(name, key)}:{self.encode(f'{name}.{key}', item, depth + 1)}" for key, item in value.items()]
+        return f"{{{','.join(members)}}}"
 
-    def _pairs(self, name: str, value: dict[Any, Any], depth: int) -> list[Json]:
-        return [
-            [self.encode(f"{name}.{key!r} (key)", key, depth + 1), self.encode(f"{name}.{key}", item, depth + 1)]
+    def _pairs(self, name: str, value: dict[Any, Any], depth: int) -> str:
+        return _array(
+            f"[{self.encode(f'{name}.{key!r} (key)', key, depth + 1)},{self.encode(f'{name}.{key}', item, depth + 1)}]"
             for key, item in value.items()
-        ]
+        )
 
-    def _tagged(self, name: str, value: object, depth: int) -> Json:
+    def _tagged(self, name: str, value: object, depth: int) -> str:
         tag = _SEQUENCES.get(type(value))
         if tag is not None:
-            return {_TAG: tag, "v": self._items(name, value, depth)}  # type: ignore[arg-type]
+            return object_of({_TAG: quoted(tag), "v": self._items(name, value, depth)})  # type: ignore[arg-type]
         match value:
             case OrderedDict() if type(value) is OrderedDict:
-                return {_TAG: "OrderedDict", "v": self._pairs(name, value, depth)}
+                return object_of({_TAG: '"OrderedDict"', "v": self._pairs(name, value, depth)})
             case Counter() if type(value) is Counter:
-                return {_TAG: "Counter", "v": self._pairs(name, value, depth)}
+                return object_of({_TAG: '"Counter"', "v": self._pairs(name, value, depth)})
             case defaultdict() if type(value) is defaultdict:
-                return {_TAG: "defaultdict", "of": _factory_name(name, value), "v": self._pairs(name, value, depth)}
+                made = to_json(_factory_name(name, value))
+                return object_of({_TAG: '"defaultdict"', "of": made, "v": self._pairs(name, value, depth)})
             case deque() if type(value) is deque:
-                return {_TAG: "deque", "maxlen": value.maxlen, "v": self._items(name, value, depth)}
+                most = to_json(value.maxlen)
+                return object_of({_TAG: '"deque"', "maxlen": most, "v": self._items(name, value, depth)})
             case _:
                 return self._leaf(name, value, _leaf)
 
-    def _leaf(self, name: str, value: _T, exactly: Callable[[str, _T], dict[str, Json]]) -> dict[str, Json]:
+    def _leaf(self, name: str, value: _T, exactly: Callable[[str, _T], str]) -> str:
         try:
             return exactly(name, value)
         except UnsupportedLeafError as refusal:
             if not self.allow_pickle:
                 raise
-            return opaque.pickled(value, refusal)
+            return to_json(opaque.pickled(value, refusal))
 
 
-def _checked_text(name: str, value: object) -> Json:
-    if type(value) is str and not value.isascii():
+def object_of(members: Mapping[str, str]) -> str:
+    """Return the JSON object that has these members, each given as the text of its JSON."""
+    return f"{{{','.join([f'{quoted(key)}:{text}' for key, text in members.items()])}}}"
+
+
+def _array(items: Iterable[str]) -> str:
+    return f"[{','.join(items)}]"
+
+
+_CONSTANTS = {None: "null", True: "true", False: "false"}
+
+
+def _text(name: str, value: str) -> str:
+    if not value.isascii():
         try:
             value.encode()
         except UnicodeEncodeError as error:
             raise UnsupportedLeafError.at(name, "text with a lone surrogate, which UTF-8 can't hold") from error
-    return value
+    return quoted(value)
 
 
-def _int(value: int) -> Json:
-    return value if -_WIDE <= value < _WIDE else {_TAG: "int", "v": hex(value)}
+def _int(value: int) -> str:
+    return str(value) if -_WIDE <= value < _WIDE else to_json({_TAG: "int", "v": hex(value)})
 
 
-def _float(value: float) -> Json:
-    return value if math.isfinite(value) else {_TAG: "float", "v": struct.pack(">d", value).hex()}
+def _float(value: float) -> str:
+    return repr(value) if math.isfinite(value) else to_json({_TAG: "float", "v": struct.pack(">d", value).hex()})
 
 
 def _factory_name(name: str, value: defaultdict[Any, Any]) -> str | None:
@@ -134,7 +152,11 @@ def _factory_name(name: str, value: defaultdict[Any, Any]) -> str | None:
     raise UnsupportedLeafError.at(name, f"a defaultdict whose factory is not one of {', '.join(_FACTORIES)}")
 
 
-def _leaf(name: str, value: object) -> dict[str, Json]:
+def _leaf(name: str, value: object) -> str:
+    return to_json(_leaf_object(name, value))
+
+
+def _leaf_object(name: str, value: object) -> dict[str, Json]:
     match value:
         case bytes() if type(value) is bytes:
             return {_TAG: "bytes", "v": _base64(value)}

@@ -8,6 +8,7 @@ Which rule holds for what is told in ``docs/guides/trainer.md``.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,7 @@ from toprope.trainer_hooks.capture.spread import Mesh, as_dtensor, block_of, spr
 from toprope.trainer_hooks.capture.state import FORMAT, Parts, as_stateful
 from toprope.trainer_hooks.errors import StateMismatchError
 from toprope.trainer_hooks.image.shard import Extent
-from toprope.trainer_hooks.image.tree import Encoder, Json
+from toprope.trainer_hooks.image.tree import Encoder, Json, to_json
 from toprope.trainer_hooks.restore.apply import misfit
 from toprope.trainer_hooks.restore.blocks import Block, run_of
 from toprope.trainer_hooks.restore.merging import Leaf, Logical, Merger, Shard, known, unlike_the_first
@@ -336,12 +337,12 @@ class _Plan:
         part = as_stateful(generator)
         assert part is not None
 
-        def keep(name: str, tensor: torch.Tensor) -> Json:
+        def keep(name: str, tensor: torch.Tensor) -> str:
             self.shard.own[name] = tensor
             self.shard.extents[name] = Extent(name, tensor.dtype, tuple(tensor.shape), 0, 0)
-            return {"$": "tensor", "name": name, "rank": self.rank, "device": "cpu"}
+            return to_json({"$": "tensor", "name": name, "rank": self.rank, "device": "cpu"})
 
-        return Encoder(keep).encode(key, part.state_dict())
+        return json.loads(Encoder(keep).encode(key, part.state_dict()))
 
     def _shared(self, key: str, values: dict[int, Json], live: Any) -> Json:  # noqa: ANN401 - any value of the trainer
         if self._same_world and self.rank in values:

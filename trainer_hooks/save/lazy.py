@@ -65,6 +65,8 @@ class Lazy:
         """How long the fences have held up training."""
         self._copier = copier
         self._turn = 0
+        self._form: object = None
+        """Of the snapshot that the optimizers' ``names`` are of."""
         self._trouble = ""
         self._abandoned = False
         self._ended = threading.Event()
@@ -93,14 +95,13 @@ class Lazy:
 
     def later(self, snapshot: Snapshot) -> frozenset[str]:
         """Return the tensors that may be copied after the end of the step."""
-        found: frozenset[str] = frozenset()
-        for section, names in self._worth_it(snapshot).items():
-            trust = self._trust[section]
-            if trust.names != names:
-                trust.names, trust.proofs = names, 0
-            if trust.given:
-                found |= names
-        return found
+        if self._form is not snapshot.form:
+            self._form = snapshot.form
+            for section, names in self._worth_it(snapshot).items():
+                trust = self._trust[section]
+                if trust.names != names:
+                    trust.names, trust.proofs = names, 0
+        return frozenset().union(*(trust.names for trust in self._trust.values() if trust.given))
 
     def _worth_it(self, snapshot: Snapshot) -> dict[str, frozenset[str]]:
         """Return for each optimizer which of its tensors are worth a copy of their own."""

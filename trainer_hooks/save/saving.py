@@ -66,6 +66,8 @@ class Saver:
         self._last_step = 0
         """The last of all, as the trainer has said; 0: it has not."""
         self._plan: Plan | None = None
+        self._form: object = None
+        """What the plan is for."""
         self._announced_bytes = 0
         self._trouble = ""
         self.skipped_step = 0
@@ -194,13 +196,16 @@ class Saver:
             self._skip(step, "no free slot", "all slots are in use, or the sidecar has not made them yet")
 
     def _plan_for(self, snapshot: Snapshot) -> Plan:
-        if self._plan is None or not self._plan.fits(snapshot.tensors, snapshot.pieces):
+        if self._plan is None or self._form is not snapshot.form:
             self._plan = plan_image(snapshot.tensors, self._sealer.metadata(0), snapshot.pieces)
+            self._form = snapshot.form
         return self._plan
 
     def _fill(self, grant: Grant, step: int, plan: Plan, snapshot: Snapshot) -> None:
         asked = self._is_asked(step)
-        later = frozenset() if asked else self._lazy.later(snapshot)
+        later = self._lazy.later(snapshot)  # asked or not: the proof is of the tensors as they are now
+        if asked:
+            later = frozenset()
         try:
             page = self._sealer.begin(grant, step, asked=asked)
             written = write_image(
