@@ -5,7 +5,7 @@ from __future__ import annotations
 from toprope.chaos.verdict import Injection
 
 _ENDS_TRAINERS = {"kill", "segfault", "terminate", "oom", "fill", "power"}
-_HOLD_RANKS = {"rank", "node", "all"}
+_HOLD_RANKS = {"rank", "agent", "node", "all"}
 _COST_NO_SLOTS = {"flip", "tear", "ckpt", "twice", "spike"}
 _SPOIL_NUMBERS = {"nan", "spike", "weight"}
 _PORTS_OF_PROTECTION = ("pages.", "peers.", "coordinator.", "broker.", "nodes.")
@@ -13,7 +13,7 @@ _PORTS_OF_PROTECTION = ("pages.", "peers.", "coordinator.", "broker.", "nodes.")
 
 def costs_slots(one: Injection) -> bool:
     """Say whether a fault may be why a rank has no free slot while it lasts, and shortly after it: one of a service."""
-    return one.fired and one.fault not in _COST_NO_SLOTS and one.target.partition(" ")[0] != "rank"
+    return one.fired and one.fault not in _COST_NO_SLOTS and one.target.partition(" ")[0] not in {"rank", "agent"}
 
 
 def costs_protection(one: Injection) -> bool:

@@ -17,18 +17,20 @@ from toprope.chaos import gathering
 from toprope.chaos.evidence import Evidence, Protection, Restart
 from toprope.chaos.faults.kinds import check
 from toprope.chaos.hits import costs_slots
-from toprope.chaos.journal import JournalReader, read_finals
+from toprope.chaos.journal import Event, JournalReader, read_finals
 from toprope.chaos.judging import judge
+from toprope.chaos.live.agents import Agents
 from toprope.chaos.live.cluster import Cadences, Cluster
 from toprope.chaos.live.processes import LiveError, descendants
 from toprope.chaos.live.ranks import World
+from toprope.chaos.live.training import Training
 from toprope.chaos.oracle import step_to_become_ready
 from toprope.chaos.permit import Permit
 from toprope.chaos.planned import Planned, Recurring
 from toprope.chaos.progress import Progress
 from toprope.chaos.scenario import Loaded
 from toprope.chaos.site import Site
-from toprope.chaos.stage import WATCH, Stage, watched
+from toprope.chaos.stage import WATCH, Stage, script_of, watched
 from toprope.chaos.usage import Usage
 from toprope.chaos.verdict import Injection, Verdict
 
@@ -71,7 +73,7 @@ def run(order: Order, stage: Stage, progress: Progress) -> Verdict:
     progress.say("the undisturbed run is done; starting broker, coordinator and sidecars")
     with _site(order, stage) as (site, root):
         before = descendants(os.getpid())
-        course = _Course(site, progress)
+        course = Course(site, progress)
         evidence = course.run()
         orphans = (*gathering.end_orphans(before), *gathering.files_left(site))
         evidence = _with_store(evidence, root, order.job)
@@ -124,20 +126,48 @@ def _site(order: Order, stage: Stage) -> Iterator[tuple[Site, str]]:
         links = {fault.target for fault in scenario.fault if fault.do == "network"}
         if "broker" in links:
             cluster.broker_detour = site.proxy("broker", target_port=cluster.broker_port)
-        site.world = World(
-            server=stage.trainers,
-            directory=order.directory / "ranks",
-            arguments=watched(order.loaded, order.job, order.seed, order.directory / "ranks" / "run"),
-            world=topology.world,
-            cluster=cluster,
-            placement=topology.node_of,
-            target=WATCH,
-            env=lambda rank: site.env(f"rank {rank}"),
-            tells_out=False,
-        )
+        site.world = _agents(order, site) if topology.launcher == "torchrun" else _world(order, site, stage)
         site.journal = JournalReader(site.world.out)
         stack.callback(site.world.stop)
         yield site, root
+
+
+def _world(order: Order, site: Site, stage: Stage) -> World:
+    """Return the ranks as this program starts them."""
+    topology = site.scenario.topology
+    return World(
+        server=stage.trainers,
+        directory=order.directory / "ranks",
+        arguments=watched(order.loaded, order.job, order.seed, order.directory / "ranks" / "run"),
+        world=topology.world,
+        cluster=site.cluster,
+        placement=topology.node_of,
+        target=WATCH,
+        env=lambda rank: site.env(f"rank {rank}"),
+        tells_out=False,
+    )
+
+
+def _agents(order: Order, site: Site) -> Agents:
+    """Return the ranks as torchrun starts them; those of a node do what the first of them is told at its points."""
+    topology = site.scenario.topology
+    out, script = order.directory / "ranks" / "run", script_of(order.loaded)
+    words = watched(order.loaded, order.job, order.seed, out)
+    at = words.index(str(script))
+    runner = ("-m", WATCH.partition(":")[0], *words[:at])
+    return Agents(
+        cluster=site.cluster,
+        out=out,
+        training=Training(
+            script=script,
+            arguments=words[at + 1 :],
+            nodes=len(topology.nodes),
+            ranks=topology.ranks,
+            runner=runner,
+        ),
+        is_down=lambda name: not site.down.isdisjoint({f"agent {name}", f"node {name}"}),
+        env=lambda name: site.env(f"rank {topology.nodes.index(name) * topology.ranks}"),
+    )
 
 
 @contextlib.contextmanager
@@ -173,7 +203,7 @@ def _environment(more: Mapping[str, str]) -> Iterator[None]:
 
 
 @dataclass(slots=True)
-class _Course:
+class Course:
     """The course of one run: launcher, faults, and notes of what happened."""
 
     site: Site
@@ -189,6 +219,8 @@ class _Course:
     _used_s: float = 0.0
     _alive_s: float = 0.0
     _told: int = 0
+    _started: set[int] = field(default_factory=set)
+    """The ranks that a launcher of its own has started this time."""
     _protections: list[Protection] = field(default_factory=list)
     _usage: Usage = field(default_factory=Usage)
     _ready_after_s: float = -1.0
@@ -249,6 +281,8 @@ class _Course:
         newest = site.newest_step()
         for event in site.journal.events[self._told :]:
             self._alive_s = time.monotonic()
+            if event.event == "start" and site.world.restarts_itself:
+                self.was_started(event, newest=newest)
             if event.event == "begin":
                 self.protected_step = event.step  # what ranks begin from is kept until a later step is protected
                 how = f"goes on from step {event.step}" if event.step else "begins"
@@ -274,6 +308,18 @@ class _Course:
             self._used_s = time.monotonic()
             self._usage.look(self.site.service_pids(), now_s=self.site.now_s(), is_ready=True)
 
+    def was_started(self, event: Event, *, newest: int) -> None:
+        """Note that the launcher has started a rank; with a rank that was there before all start again."""
+        if event.rank in self._started:
+            self._started.clear()
+            restart = Restart(
+                at_s=event.monotonic_s, newest_step=newest, protected_step=self.protected_step, ended={}, pids=()
+            )
+            self.restarts.append(restart)
+        self._started.add(event.rank)
+        if self.restarts:
+            self.restarts[-1] = msgspec.structs.replace(self.restarts[-1], pids=(*self.restarts[-1].pids, event.pid))
+
     def _fell(self, failed: dict[int, int]) -> None:
         at_s = time.monotonic()
         self.site.world.stop()
@@ -284,8 +330,9 @@ class _Course:
     def _start_again(self) -> None:
         assert self._down is not None
         self.site.world.start()
-        pids = tuple(self.site.world.pids.values())
-        self.restarts.append(msgspec.structs.replace(self._down, pids=pids))
+        if not self.site.world.restarts_itself:  # else it is noted when ranks say that they were started
+            pids = tuple(self.site.world.pids.values())
+            self.restarts.append(msgspec.structs.replace(self._down, pids=pids))
         self._down = None
 
     def _mend(self) -> None:

@@ -31,6 +31,8 @@ class _Part(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 class Topology(_Part, frozen=True, kw_only=True):
     """Nodes with the ranks of each; the store; every how many steps a snapshot goes to which tier.
 
+    ``launcher``: who starts the ranks, all again when one has died: we ourselves, or torchrun, an agent on each node.
+
     ``coordinator``: what else the coordinator is told on its command line. ``memory_mib``: how large each node's memory
     is, a tmpfs of its own; ``disk_mib``: how large its disk is, and that of a store in a directory, ext4 in a file.
     Both take root; 0: they share what this machine has.
@@ -38,6 +40,7 @@ class Topology(_Part, frozen=True, kw_only=True):
 
     nodes: Annotated[tuple[str, ...], msgspec.Meta(min_length=1)] = ("a", "b")
     ranks: _Positive = 1
+    launcher: Literal["own", "torchrun"] = "own"
     store: Literal["directory", "s3"] = "directory"
     every: _Positive = 4
     local_every: _Positive = 4

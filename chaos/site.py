@@ -9,6 +9,7 @@ from pathlib import Path
 
 from toprope.chaos import defects, killpoints
 from toprope.chaos.journal import JournalReader
+from toprope.chaos.live.agents import Agents
 from toprope.chaos.live.cluster import Cluster
 from toprope.chaos.live.forking import Forked, ForkServer
 from toprope.chaos.live.processes import LiveError, Running, free_port, wait_until
@@ -34,7 +35,7 @@ class Site:
     services: ForkServer
     chance: random.Random
     defect: str = ""
-    world: World = field(init=False)
+    world: World | Agents = field(init=False)
     journal: JournalReader = field(init=False)
     began_s: float = field(default_factory=time.monotonic)
     down: set[str] = field(default_factory=set)
@@ -58,8 +59,8 @@ class Site:
         """
         kind, _, which = target.partition(" ")
         if kind == "rank" and which.isdecimal() and int(which) < self.scenario.topology.world:
-            pid = self.world.pids[int(which)]
-            if pid in self.world.server.poll():
+            pid = self.world.pids.get(int(which), 0)
+            if not pid or pid in self.world.ended():
                 raise LiveError(f"{target} does not run now")
             return pid
         running = self.service(target)
@@ -73,12 +74,15 @@ class Site:
         if kind == "sidecar" and which in self.scenario.topology.nodes:
             node = self.cluster.nodes.get(which)
             return None if node is None else node.sidecar
+        if kind == "agent" and isinstance(self.world, Agents):
+            node = self.cluster.nodes.get(which)
+            return None if node is None else node.agent
         if target == "coordinator":
             return self.cluster.coordinator
         if target == "broker":
             return self.cluster.broker
         ranks, nodes = self.scenario.topology.world, ", ".join(self.scenario.topology.nodes)
-        known = f"rank 0 to {ranks - 1}, sidecar and node {nodes}, coordinator, broker"
+        known = f"rank 0 to {ranks - 1}, sidecar and node {nodes}, coordinator, broker, with torchrun agent {nodes}"
         raise UsageError(f"target {target!r}: there are {known}")
 
     def service_pids(self) -> dict[str, int]:
@@ -92,10 +96,11 @@ class Site:
 
     def status(self, pid: int) -> int | None:
         """Return how a process that we started has ended, negative for a signal, or None while it lives."""
-        ended = {**self.world.server.poll(), **self.services.poll()}
-        if pid not in ended and self.cluster.broker is not None and self.cluster.broker.pid == pid:
-            return self.cluster.broker.status()
-        return ended.get(pid)
+        ours = (self.cluster.broker, *(node.agent for node in self.cluster.nodes.values()))
+        for process in ours:
+            if process is not None and process.pid == pid:
+                return process.status()
+        return {**self.world.ended(), **self.services.poll()}.get(pid)
 
     def now_s(self) -> float:
         """Return seconds since the run began."""
@@ -153,6 +158,10 @@ class Site:
                 self.cluster.start_broker()
             case ["node" | "sidecar", name]:
                 self.cluster.start_sidecar(name, env=self.env(f"sidecar {name}"))
+                if target.startswith("node") and isinstance(self.world, Agents):
+                    self.world.start_on(name)
+            case ["agent", name] if isinstance(self.world, Agents):
+                self.world.start_on(name)
             case _:
                 raise UsageError(f"{target!r} can't be started alone: a rank comes back with its world")
         self.down -= {target}

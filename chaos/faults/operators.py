@@ -11,6 +11,7 @@ from toprope.chaos.faults.injector import Base, NotFiredError
 from toprope.chaos.live.processes import Process, wait_until
 from toprope.chaos.live.ranks import World
 from toprope.chaos.site import state_of
+from toprope.store.errors import UsageError
 
 _ENDS_S = 30.0
 
@@ -84,6 +85,8 @@ class Twice(Base):
     def strike(self) -> None:
         """Start a second world on the same nodes."""
         first = self.site.world
+        if not isinstance(first, World):
+            raise UsageError("twice: the second world is started by this program: not with launcher = 'torchrun'")
         self._second = World(
             server=first.server,
             directory=self.site.directory / "second-world",

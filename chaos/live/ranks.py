@@ -39,6 +39,8 @@ class World:
     """Whether a rank is told by ``--out`` where to write."""
     pids: dict[int, int] = field(default_factory=dict)
     starts: int = 0
+    restarts_itself: bool = False
+    """Whether ranks are started again without ``start``: by nobody here."""
 
     @property
     def out(self) -> Path:
@@ -81,6 +83,10 @@ class World:
         """Return the ranks of this start that have ended, each with its status."""
         ended = self.server.poll()
         return {rank: ended[pid] for rank, pid in self.pids.items() if pid in ended}
+
+    def ended(self) -> dict[int, int]:
+        """Return the statuses of all ranks that have ended, of earlier starts too, by process id."""
+        return self.server.poll()
 
     def until(self, done: Callable[[], bool], *, what: str, timeout_s: float = 60.0) -> None:
         """Return when ``done()``.

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 from toprope.chaos.live.cluster import Cluster, Node
 from toprope.chaos.live.processes import LiveError, Process, wait_ready
@@ -52,14 +53,21 @@ def start_rendezvous(cluster: Cluster) -> tuple[Process, int]:
 
 
 def start_agent(
-    cluster: Cluster, node: Node, training: Training, *, rendezvous_port: int, restarts: int = 10
+    cluster: Cluster,
+    node: Node,
+    training: Training,
+    *,
+    rendezvous_port: int,
+    restarts: int = 10,
+    env: Mapping[str, str] = MappingProxyType({}),
 ) -> Process:
     """Start a node's torchrun agent, which starts its ranks, and again so often when one fails."""
     options = [f"--nnodes={training.nodes}", f"--nproc-per-node={training.ranks}", f"--max-restarts={restarts}"]
     launch = ["--rendezvous", f"127.0.0.1:{rendezvous_port}"]
     words = [*options, "--rdzv-id=demo", *training.words()]
-    env = _ONE_THREAD | {"CKPT_SOCKET": str(node.socket)}
-    node.agent = _torchrun(f"agent of node {node.name}", launch, words, log=cluster.log(f"agent-{node.name}"), env=env)
+    whole = _ONE_THREAD | {"CKPT_SOCKET": str(node.socket)} | dict(env)
+    log = cluster.log(f"agent-{node.name}")
+    node.agent = _torchrun(f"agent of node {node.name}", launch, words, log=log, env=whole)
     return node.agent
 
 
