@@ -192,6 +192,8 @@ def _move(newest: dict[int, int], old: int, new: int) -> None:
         return
     if old:
         newest[old] -= 1
+        if not newest[old]:
+            del newest[old]
     if new:
         newest[new] = newest.get(new, 0) + 1
 

@@ -97,3 +97,14 @@ def test_a_node_that_is_dead_holds_nothing_and_holds_it_again_when_it_is_back() 
         holdings.see(node("b", held["b"], [], "", alive=alive))
         found = holdings.assess(copies=1, placed=1)
         assert (found.protected_step, found.at_hand_step) == (protected, at_hand)
+
+
+def test_of_steps_that_nobody_lists_any_more_nothing_is_remembered() -> None:
+    holdings = Holdings(UID, 2)
+    for step in range(1, 1001):
+        for name, own, other in (("a", 0, 1), ("b", 1, 0)):
+            held = [copy_of(UID, step, own, "memory"), copy_of(UID, step, other, "peer")]
+            holdings.see(node(name, held, [], "", alive=True))
+    assert holdings.assess(copies=1, placed=1).protected_step == 1000
+    counts = holdings._said, holdings._ranks_of, holdings._ranks, holdings._steps
+    assert max(map(len, (*counts, holdings._newest_memory, holdings._newest_peer))) <= 2
