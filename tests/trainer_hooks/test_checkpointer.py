@@ -676,5 +676,7 @@ def test_each_snapshot_of_a_busy_device_is_of_its_own_step(  # noqa: PLR0913, PL
             sidecar.images.clear()  # they are large
             image = open_image(path)
             assert all(bool((image.tensor(f"model.b{number}") == step).all()) for number in range(4)), step
-    assert checkpointer.stats.snapshots == steps
+    stats = checkpointer.stats
+    assert stats.snapshots + sum(stats.skipped.values()) == steps + 1
+    assert stats.snapshots >= steps, "all but the first, which has a slot only if one is there in time"
     record_property(f"end_step with {mib} MiB on {device}, mean", f"{took_s / steps * 1000:.1f} ms")
