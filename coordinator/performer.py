@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
 from collections.abc import Callable
 from datetime import UTC, datetime
 from functools import partial
@@ -34,15 +33,11 @@ from toprope.coordinator.events import (
     CommitFailed,
     Connected,
     Declared,
-    EnterEnded,
     Event,
     Heard,
     Hinted,
-    Learned,
     LogMoved,
     LogReached,
-    OpenFailed,
-    Prepared,
     Probed,
     ReadHere,
     SeenDesired,
@@ -51,16 +46,13 @@ from toprope.coordinator.events import (
 from toprope.coordinator.extracts import Extracts
 from toprope.coordinator.intents import (
     CommitStep,
-    OpenAttempt,
-    make_attempt,
-    make_spec,
 )
 from toprope.coordinator.log import Log
 from toprope.coordinator.metrics import Metrics
+from toprope.coordinator.opener import Opener
 from toprope.coordinator.overview import Overview, overview
 from toprope.coordinator.pacing import Pacing
 from toprope.coordinator.ports import BrokerPort, Document, Ports
-from toprope.coordinator.provisional import make_entry
 from toprope.coordinator.reading import Reader
 from toprope.coordinator.serving import told
 from toprope.coordinator.tidying import Tidier
@@ -262,6 +254,16 @@ class Coordinator:
         self._reader = Reader(ports.store, self.config.job)
         self._committer = Committer(ports.store, log, wall_s=self._wall_s)
         self._tidier = Tidier(ports.store, log, self.metrics, held_up=self._held_up)
+        self._opener = Opener(
+            ports,
+            log,
+            self._reader,
+            self.metrics,
+            post=self._post,
+            moved=self._log_moved,
+            known_n=self._known_n,
+            held_up=self._held_up,
+        )
         if self.config.retain is not None:
             await log.append(partial(make_policy, text=self.config.retain))
         if self._base is not None:
@@ -391,13 +393,13 @@ class Coordinator:
             case Probe():
                 self._tasks.create_task(self._probe(effect))
             case Prepare():
-                self._tasks.create_task(self._prepare(effect))
+                self._tasks.create_task(self._opener.prepare(effect))
             case Append():
-                self._tasks.create_task(self._open(effect.intent))
+                self._tasks.create_task(self._opener.open(effect.intent))
             case Enter():
-                self._tasks.create_task(self._enter(effect))
+                self._tasks.create_task(self._opener.enter(effect))
             case Learn():
-                self._tasks.create_task(self._learn(effect))
+                self._tasks.create_task(self._opener.learn(effect))
             case Commit():
                 self._tasks.create_task(self._commit(effect.intent))
             case Tidy():
@@ -419,72 +421,11 @@ class Coordinator:
         inventory = await self._ports.nodes.inventory(effect.url)
         self._post(Probed(node=effect.node, inventory=inventory, now_s=_now_s()))
 
-    async def _prepare(self, effect: Prepare) -> None:
-        answers: dict[str, Inventory | None] = {}
-
-        async def ask(name: str, url: str) -> None:
-            answers[name] = await self._ports.nodes.inventory(url)
-
-        async with asyncio.TaskGroup() as asking:
-            for name, url in effect.nodes:
-                asking.create_task(ask(name, url))
-        offers, why = None, ""
-        try:
-            if effect.ready_seqs is not None:
-                offers = await self._reader.offers(self._log.state, effect.ready_seqs)
-        except UnavailableError as error:
-            why = str(error)
-        uid = secrets.token_hex(16)
-        unsure = self._is_unsure()
-        self._post(Prepared(answers=answers, offers=offers, uid=uid, why=why, unsure=unsure, now_s=_now_s()))
-
-    def _is_unsure(self) -> bool:
-        """Say whether the log may have more than the core knows: on its way, or read but not what it names."""
-        known_n = self.core.logged.state.n if self.core is not None else 0
-        return self._log.is_unsure or self._log.state.n > known_n
-
-    async def _open(self, intent: OpenAttempt) -> None:
-        job = self.config.job
-        spec_body, facts_body = spec.encode(intent.spec), manifest.encode(intent.facts)
-        spec_sha256, facts_sha256 = manifest.sha256(spec_body), manifest.sha256(facts_body)
-        make = partial(make_attempt, intent=intent, spec_sha256=spec_sha256, facts_sha256=facts_sha256)
-        try:
-            await self._ports.store.create_facts(facts_key(job, spec_sha256), spec_body)
-            await self._ports.store.create_facts(facts_key(job, facts_sha256), facts_body)
-            await self._log.append(lambda state: make_spec(state, spec_sha256=spec_sha256))
-            await self._log.catch_up()
-            done = await self._log.append(lambda state: None if self._held_up() else make(state))
-            await self._log_moved()
-        except UnavailableError as error:
-            self._post(LogReached(why=str(error), now_s=_now_s()))
-            self._post(OpenFailed(text=str(error), again=False, now_s=_now_s()))
-            return
-        if done.seq is None:
-            self._post(OpenFailed(text="the log has moved on", again=True, now_s=_now_s()))
-        else:
-            self.metrics.attempts_opened.inc()
-
-    async def _enter(self, effect: Enter) -> None:
-        one = effect.attempt
-        facts_body = manifest.encode(one.facts)
-        try:
-            await self._ports.store.create_facts(facts_key(self.config.job, manifest.sha256(facts_body)), facts_body)
-            done = await self._log.append(lambda state: make_entry(state, one))
-            await self._log_moved()
-        except UnavailableError as error:
-            self._post(LogReached(why=str(error), now_s=_now_s()))
-        else:
-            if done.seq is not None:
-                self.metrics.attempts_entered.inc()
-                _LOG.info("attempt %d, opened without the log, is record %d of it now", one.number, done.seq)
-        self._post(EnterEnded(now_s=_now_s()))
+    def _known_n(self) -> int:
+        return self.core.logged.state.n if self.core is not None else 0
 
     def _held_up(self) -> bool:
         return self.core is not None and self.core.held_up
-
-    async def _learn(self, effect: Learn) -> None:
-        adopted = await self._ports.nodes.adopted(effect.url)
-        self._post(Learned(node=effect.node, adopted=adopted, now_s=_now_s()))
 
     async def _commit(self, intent: CommitStep) -> None:
         try:

@@ -17,7 +17,7 @@ from typing import Any
 
 from toprope.chaos.patching import Patches, replace
 from toprope.chaos.sim import stand_ins as s
-from toprope.chaos.sim.options import OUTAGE, PAIR, PEOPLE, READERS, SMALL, Options, draw
+from toprope.chaos.sim.options import OUTAGE, PAIR, PEOPLE, READERS, REPLACED, SMALL, Options, draw
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -307,7 +307,7 @@ MUTANTS: tuple[Mutant, ...] = (
         invariant="I18",
         seed=2,
         patches={("toprope.coordinator.outage", "Outage.missing"): s.always(())},
-        narrow={**OUTAGE, "faults": ("store outage", "kill rank"), "chaos_s": 20.0, "between_s": 1.5},
+        narrow={**OUTAGE, "some_of": (), "faults": ("store outage", "kill rank"), "chaos_s": 20.0, "between_s": 1.5},
     ),
     Mutant(
         name="taken-back",
@@ -315,14 +315,86 @@ MUTANTS: tuple[Mutant, ...] = (
         invariant="I9",
         seed=2,
         patches={("toprope.sidecar.adoption_book", "AdoptionBook.held_to"): s.as_it_came},
-        narrow={**OUTAGE, "faults": ("store outage", "kill rank", "kill coordinator"), "chaos_s": 30.0},
+        narrow={**OUTAGE, "some_of": (), "faults": ("store outage", "kill rank", "kill coordinator"), "chaos_s": 30.0},
+    ),
+    Mutant(
+        name="delayed",
+        safeguard="the log takes no attempt that was decided without it after what decides about it",
+        invariant="I5",
+        seed=15,
+        patches={("toprope.store.log.fold", "_broken_by_delay"): s.always(None)},
+        narrow={
+            **OUTAGE,
+            "some_of": (),
+            "faults": ("lone outage", "lone outage", "kill rank"),
+            "store_fault": 0.0,
+            "retain": "",
+        },
+    ),
+    Mutant(
+        name="one-adoption",
+        safeguard="a node adopts one attempt of a number",
+        invariant="I18",
+        seed=13,
+        patches={
+            ("toprope.sidecar.adoption_book", "AdoptionBook.may_adopt"): s.any_proposal,
+            ("toprope.sidecar.adoption_book", "AdoptionBook.held_to"): s.as_it_came,
+            ("toprope.coordinator.outage", "Outage._unknown"): s.nothing_more,
+        },
+        narrow={
+            **OUTAGE,
+            "some_of": (),
+            "faults": ("store outage", "store outage", "kill rank", "kill coordinator"),
+            "store_fault": 0.0,
+            "between_s": 1.0,
+            "chaos_s": 30.0,
+        },
+    ),
+    Mutant(
+        name="unsure",
+        safeguard="nothing is decided without the log while a record that decides about it may be there or come there",
+        invariant="I12",
+        seed=13,
+        patches={("toprope.coordinator.opener", "Opener._is_unsure"): s.always(not YES)},
+        narrow={
+            **OUTAGE,
+            "some_of": (),
+            "faults": ("late outage", "kill rank"),
+            "store_fault": 0.0,
+            "retain": "last=1",
+        },
+    ),
+    Mutant(
+        name="first-things",
+        safeguard="what was opened without the log comes into it before anything else that decides about it",
+        invariant="I12",
+        seed=13,
+        patches={("toprope.coordinator.performer", "Coordinator._held_up"): s.always(not YES)},
+        narrow={
+            **OUTAGE,
+            "some_of": (),
+            "faults": ("late outage", "store outage", "kill rank"),
+            "store_fault": 0.0,
+            "retain": "last=1",
+        },
+    ),
+    Mutant(
+        name="old-world",
+        safeguard="an attempt is given out without the log only when the nodes of the one before have adopted it too",
+        invariant="I18",
+        seed=54,
+        patches={("toprope.coordinator.outage", "concerned"): s.new_world},
+        narrow=REPLACED,
     ),
     Mutant(
         name="pull-or-stage",
         safeguard="what was received or staged is hashed before it is believed",
         invariant="I10",
         seed=18,
-        patches={("toprope.chaos.sim.sidecar", "_is_right"): s.always(YES)},
+        patches={
+            ("toprope.chaos.sim.copies", "is_right"): s.always(YES),
+            ("toprope.chaos.sim.fetching", "is_right"): s.always(YES),
+        },
         narrow={**PAIR, "faults": ("flip", "kill rank"), "between_s": 0.7, "retain": ""},
     ),
 )

@@ -23,18 +23,22 @@ SOMETIMES = (
     "a launch was answered busy",
     "a launch was answered unavailable",
     "a machine was replaced",
+    "a node was declared dead",
     "a node lost power",
     "a pull brought wrong bytes",
     "a rank restored",
     "a reader held what is retired",
     "a reader read a checkpoint",
     "a scan refused a local file",
+    "a second attempt in a row was opened without the log",
     "a shard named another rank's file of its step",
     "a slot was dropped",
     "a step became READY",
     "a step was protected",
     "a trainer lost its sidecar",
     "an attempt followed a protected step",
+    "an attempt opened without the log came into it",
+    "an attempt was opened without the log",
     "an object was deleted",
     "message doubled",
     "message lost",
@@ -57,7 +61,14 @@ SOMETIMES = (
     "store: request lost",
 )
 """What a search of a thousand histories must reach, or its silence says nothing."""
-SELDOM = ("a hold was left behind", "a read-back found damage", "a source was struck off")
+SELDOM = (
+    "a coordinator learned what was opened without the log",
+    "a hold was left behind",
+    "a read-back found damage",
+    "a source was struck off",
+    "an attempt opened without the log was fenced off",
+    "the store went away while a record was appended",
+)
 """What one in some hundreds reaches: a search of a thousand may miss it."""
 
 

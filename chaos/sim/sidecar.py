@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import threading
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Coroutine
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Coroutine
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar, assert_never
@@ -21,10 +19,15 @@ from typing import TYPE_CHECKING, TypeVar, assert_never
 import msgspec
 
 from toprope.chaos.sim.broker import BrokerClient
+from toprope.chaos.sim.copies import WrongError, place_of
 from toprope.chaos.sim.disk import DiedError
+from toprope.chaos.sim.fetching import Fetching
 from toprope.chaos.sim.loop import Process
-from toprope.chaos.sim.memory import File, slot_path, spare_path, stage_path
+from toprope.chaos.sim.memory import slot_path, spare_path
 from toprope.chaos.sim.net import NetError
+from toprope.chaos.sim.serving import Serving
+from toprope.chaos.sim.sidecar_ports import POLL_S, Coordinators, Link, SimShouts
+from toprope.chaos.sim.slots import Slots
 from toprope.chaos.sim.threads import Turnstile, nap
 from toprope.coordinator.wire import Desired, Inventory, OpenAnswer, OpenRequest, Presence, Provisional
 from toprope.sidecar import effects as do
@@ -37,20 +40,13 @@ from toprope.sidecar.events import Event
 from toprope.sidecar.local_tier import LocalError, LocalTier
 from toprope.sidecar.object_tier import DamagedError, ObjectTier, read_back
 from toprope.sidecar.ports import CoordinatorError
-from toprope.sidecar.shouts import Shouts
 from toprope.sidecar.siblings import Siblings
-from toprope.sidecar.values import Identity, Shard, Way, shard_of_page
-from toprope.store.checkpoint.files import write_image
-from toprope.store.checkpoint.ready import read_index_at
-from toprope.store.checkpoint.shard import identity_of, parse_header
-from toprope.store.digest import digest
-from toprope.store.errors import CkptError, CorruptObjectError, UnavailableError
-from toprope.store.names import Key
+from toprope.sidecar.values import Identity, shard_of_page
+from toprope.store.errors import CkptError, CorruptObjectError
 from toprope.trainer_hooks.link import wire
-from toprope.trainer_hooks.link.slot import Page, SlotState
+from toprope.trainer_hooks.link.slot import SlotState
 
 if TYPE_CHECKING:
-    from toprope.chaos.sim.coordinator import Host
     from toprope.chaos.sim.trainer import Connection
     from toprope.chaos.sim.world import Node, World
 
@@ -58,31 +54,6 @@ T = TypeVar("T")
 TICK_S = 1.0
 USE_DEADLINE_S = 5.0
 _RETRY_S = 0.5
-_POLL_S = 5.0
-_ASK_S = 3.0
-_OPEN_S = 65.0
-_SERVE_S = 4.0
-
-
-class _WrongError(Exception):
-    """Bytes are not what they should be, or can't be had."""
-
-
-class _WrongDigestError(_WrongError):
-    """What came has another digest: the owner is told which."""
-
-    def __init__(self, found: str) -> None:
-        super().__init__(f"what came has digest {found}")
-        self.found = found
-
-
-@dataclass(slots=True, kw_only=True)
-class _Serve:
-    """Bytes of a copy on their way to a reader."""
-
-    read: Callable[[], bytes | None]
-    size: int
-    ended: bool = False
 
 
 def _wait(event: threading.Event) -> None:
@@ -124,23 +95,22 @@ class SimSidecar:
             on_connected=self._on_connected,
             will=(f"presence/{node.name}", presence),
         )
-        self._memory = node.memory
+        self.memory = node.memory
         self._local = LocalTier(node.disk.root, node.disk)
         self._adoptions = AdoptionFiles(node.disk.root, node.disk)
         siblings = Siblings(shared_bytes=1, wait=_wait)
         self._objects = ObjectTier(world.store, world.job, codec="none", siblings=siblings)
         self._objects._mutex = Turnstile()  # type: ignore[assignment]  # noqa: SLF001 - threads of a history wait by it
         self._connections: dict[int, Connection] = {}
-        self._shouts = _Shouts(world, node.name)
-        self._link = _Link(self._broker)
-        self._coordinators = _Coordinators(self)
+        self._shouts = SimShouts(world, node.name)
+        self._link = Link(self._broker)
+        self._coordinators = Coordinators(self)
         self._documents = Documents(
             self.core, coordinator=self._coordinators, broker=self._link, post=self.post, shouts=self._shouts
         )
         self._turns: defaultdict[tuple[int, int], asyncio.Lock] = defaultdict(asyncio.Lock)
         self._followers: dict[str, tuple[str, asyncio.Task[object]]] = {}
-        self._serves: dict[int, _Serve] = {}
-        self._numbers = itertools.count(1)
+        self.slots, self.serving, self.fetching = Slots(self), Serving(self), Fetching(self)
 
     # Life
 
@@ -149,19 +119,19 @@ class SimSidecar:
         self.process.start(self._main())
 
     async def _main(self) -> None:
-        self._memory.staged.clear()
+        self.memory.staged.clear()
         for kept in self._local.sweep():
             self._shouts.shout("local-failed", kept)
         adoptions = self._adoptions.read()
         for adopted in adoptions.found:
             self.world.oracle.on_adopted(self.node.name, self.node.disk, adopted)
         self.post(adoptions)
-        for rank in self._memory.ranks():
-            await self._look(rank)
-        for (rank, number), file in sorted(self._memory.spares.items()):
-            with contextlib.suppress(_WrongError):
-                if file.page.state is not SlotState.HASHED or self._digest(file) != file.page.digest:
-                    raise _WrongError("no whole copy")
+        for rank in self.memory.ranks():
+            await self.slots.look(rank)
+        for (rank, number), file in sorted(self.memory.spares.items()):
+            with contextlib.suppress(WrongError):
+                if file.page.state is not SlotState.HASHED or self.slots.digest(file) != file.page.digest:
+                    raise WrongError("no whole copy")
                 self.post(on.SpareSeen(rank=rank, spare=number, shard=shard_of_page(file.page)))
         self.process.start(self._scan())
         if self.world.options.broker:
@@ -173,7 +143,7 @@ class SimSidecar:
             await asyncio.sleep(TICK_S)
 
     async def _scan(self) -> None:
-        await self._pause(0.05)
+        await self.pause(0.05)
         damaged_before = frozenset(self.node.disk.flipped)
         for item in list(self._local.scan()):
             if isinstance(item, str):
@@ -189,7 +159,8 @@ class SimSidecar:
             self.post(on.LocalStored(shard=shard, path=str(path), slot=None, job_uid=job_uid))
         self.post(on.LeftoversRead())
 
-    async def _pause(self, at_most_s: float) -> None:
+    async def pause(self, at_most_s: float) -> None:
+        """Let some time go by, now and then much of it."""
         rng = self.world.loop.rng
         slow = 20.0 if not self.world.net.calm and rng.random() < 0.03 else 1.0  # noqa: PLR2004 - now and then
         await asyncio.sleep(rng.uniform(0.0, at_most_s) * slow)
@@ -206,7 +177,7 @@ class SimSidecar:
     def _begin(self, effect: Effect) -> None:
         match effect:
             case do.Send():
-                self._send(effect.connection, effect.frame)
+                self.send(effect.connection, effect.frame)
             case do.Hangup():
                 if (connection := self._connections.pop(effect.connection, None)) is not None:
                     connection.hang_up()
@@ -225,28 +196,28 @@ class SimSidecar:
     async def _perform(self, effect: do.Lasting) -> None:  # noqa: C901, PLR0912, PLR0915 - one line per kind of effect
         match effect:
             case do.MakeSlots():
-                await self._make_slots(effect)
+                await self.slots.make(effect)
             case do.RemoveSlots():
                 for number in effect.slots:
-                    self._memory.slots.pop((effect.rank, number), None)
+                    self.memory.slots.pop((effect.rank, number), None)
             case do.RemoveSpares():
                 for number in effect.spares:
-                    self._memory.spares.pop((effect.rank, number), None)
+                    self.memory.spares.pop((effect.rank, number), None)
             case do.LookAtSlots():
-                await self._look(effect.rank)
+                await self.slots.look(effect.rank)
             case do.GrantSlot():
                 async with self._turns[effect.page.rank, effect.slot]:
-                    await self._grant(effect)
+                    await self.slots.grant(effect)
             case do.EmptySlot():
                 async with self._turns[effect.page.rank, effect.slot]:
-                    await self._pause(0.005)
-                    if (file := self._memory.slots.get((effect.page.rank, effect.slot))) is not None:
+                    await self.pause(0.005)
+                    if (file := self.memory.slots.get((effect.page.rank, effect.slot))) is not None:
                         file.page = effect.page
             case do.HashSlot():
-                await self._hash(effect)
+                await self.slots.hash(effect)
             case do.DropStage():
-                for uid, rank in [key for key in self._memory.staged if key[0] != effect.keep]:
-                    del self._memory.staged[uid, rank]
+                for uid, rank in [key for key in self.memory.staged if key[0] != effect.keep]:
+                    del self.memory.staged[uid, rank]
             case do.StoreLocal():
                 await self._store_local(effect)
             case do.StoreObject():
@@ -254,9 +225,9 @@ class SimSidecar:
             case do.DropLocal():
                 await self._drop_local(Path(effect.path).name)
             case do.Pull():
-                await self._pull(effect)
+                await self.fetching.pull(effect)
             case do.Stage():
-                await self._stage(effect)
+                await self.fetching.stage(effect)
             case do.ReadObjectBack():
                 await self._read_back(effect)
             case do.OpenAttempt():
@@ -268,92 +239,24 @@ class SimSidecar:
             case _:
                 assert_never(effect)
 
-    async def _bulk(self, work: Callable[[], T]) -> T:
+    async def bulk(self, work: Callable[[], T]) -> T:
+        """Do what blocks."""
         return await self.world.loop.run_in_executor(None, work)
-
-    # Slots
-
-    async def _make_slots(self, effect: do.MakeSlots) -> None:
-        await self._pause(0.05)
-        if self.node.no_room:
-            self.post(on.SlotsRefused(rank=effect.rank, reason="simulated: no room", room=0))
-            return
-        for number in effect.slots:
-            self._memory.slots[effect.rank, number] = File(bytearray(effect.bytes), page=Page(rank=effect.rank))
-        await self._look(effect.rank, made=True)
-
-    async def _look(self, rank: int, *, made: bool = False) -> None:
-        await self._pause(0.002)
-        self.post(on.SlotsSeen(rank=rank, sights=self._memory.look(rank), made=made))
-
-    async def _grant(self, effect: do.GrantSlot) -> None:
-        await self._pause(0.005)
-        page = effect.page
-        file = self._memory.slots.get((page.rank, effect.slot))
-        if file is None:
-            return
-        if effect.check_lock and file.holder() is not None:
-            self.world.trace.sometimes("a slot was found locked")
-            self.post(on.SlotHeld(rank=page.rank, slot=effect.slot, seq=page.seq, launch_id=file.page.launch_id))
-            return
-        file.page, file.flipped = page, False
-        path = slot_path(page.rank, effect.slot)
-        frame = wire.Slot(
-            slot=effect.slot, seq=page.seq, path=path, page_path=path, lock_path=path, bytes=effect.capacity
-        )
-        self._send(effect.connection, frame)
-
-    async def _hash(self, effect: do.HashSlot) -> None:
-        try:
-            shard = await self._hashed(effect)
-        except _WrongError as error:
-            self.world.trace.sometimes("a slot was dropped")
-            self.post(on.SlotDropped(rank=effect.rank, slot=effect.slot, seq=effect.seq, reason=str(error)))
-            return
-        self.post(on.SlotHashed(slot=effect.slot, seq=effect.seq, shard=shard))
-
-    async def _hashed(self, effect: do.HashSlot) -> Shard:
-        file = self._memory.slots.get((effect.rank, effect.slot))
-        if file is None:
-            raise _WrongError("it is gone")
-        page, wanted = file.page, SlotState.HASHED if effect.digest else SlotState.SEALED
-        if (page.seq, page.state) != (effect.seq, wanted):
-            raise _WrongError(f"its page says {page.state} of seq {page.seq}")
-        half = page.bytes // 2
-        with self.world.trace.phase("hashing", (page.attempt_uid, page.step, page.rank)):
-            first = bytes(file.data[:half])
-            self.world.at("hash")
-            await self._pause(0.05)
-            image = first + bytes(file.data[half : page.bytes])
-            _check_header(image, shard_of_page(page))
-            found = digest(image)
-            if effect.digest and found != effect.digest:
-                raise _WrongError(f"its digest is {found}; it was {effect.digest}")
-            if file.page != page:
-                raise _WrongError("it was written to while it was hashed")
-            if not effect.digest:
-                file.page = replace(page, state=SlotState.HASHED, digest=found)
-            return shard_of_page(replace(page, digest=found))
-
-    def _digest(self, file: File) -> str:
-        image = bytes(file.data[: file.page.bytes])
-        _check_header(image, shard_of_page(file.page))
-        return digest(image)
 
     # Tiers
 
     def _image(self, rank: int, slot: int, size: int) -> memoryview:
-        file = self._memory.slots.get((rank, slot))
+        file = self.memory.slots.get((rank, slot))
         return memoryview(bytes(file.data[:size]) if file is not None else b"")
 
     async def _store_local(self, effect: do.StoreLocal) -> None:
         shard, rng = effect.shard, self.world.loop.rng
         nonces = (rng.randbytes(8).hex(), rng.randbytes(8).hex())
-        await self._pause(0.05)
+        await self.pause(0.05)
         try:
-            with self.world.trace.phase("local write", _place(shard)):
+            with self.world.trace.phase("local write", place_of(shard)):
                 await asyncio.sleep(self.node.disk.slow_s)
-                path = await self._bulk(
+                path = await self.bulk(
                     lambda: self._local.store(shard, self._image(shard.rank, effect.slot, shard.bytes), nonces=nonces)
                 )
         except LocalError as error:
@@ -373,15 +276,15 @@ class SimSidecar:
             self.post(on.LocalStored(shard=shard, path=str(path), slot=effect.slot))
 
     async def _drop_local(self, name: str) -> None:
-        if kept := await self._bulk(lambda: self._local.drop(self.node.disk.root / name)):
+        if kept := await self.bulk(lambda: self._local.drop(self.node.disk.root / name)):
             self._shouts.shout("local-failed", kept)
 
     async def _store_object(self, effect: do.StoreObject) -> None:
         shard = effect.shard
         nonce = self.world.loop.rng.randbytes(16).hex()
-        await self._pause(0.2)
+        await self.pause(0.2)
         try:
-            with self.world.trace.phase("object upload", _place(shard)):
+            with self.world.trace.phase("object upload", place_of(shard)):
                 receipt = await self.world.loop.stepwise(
                     lambda: self._objects.put(shard, self._image(shard.rank, effect.slot, shard.bytes), nonce=nonce)
                 )
@@ -395,7 +298,7 @@ class SimSidecar:
 
     async def _read_back(self, effect: do.ReadObjectBack) -> None:
         try:
-            result = await self._bulk(lambda: read_back(self.world.store, effect.task))
+            result = await self.bulk(lambda: read_back(self.world.store, effect.task))
         except CkptError:
             await asyncio.sleep(_RETRY_S)
             self.post(on.ReadBackFailed(key=effect.task.key))
@@ -419,7 +322,7 @@ class SimSidecar:
         after = 0
         while True:
             try:
-                inventory = await self.world.ask_sidecar(self.node.name, url, _held(after), timeout_s=_POLL_S + 2.0)
+                inventory = await self.world.ask_sidecar(self.node.name, url, _held(after), timeout_s=POLL_S + 2.0)
             except NetError:
                 await asyncio.sleep(_RETRY_S)
                 continue
@@ -427,72 +330,13 @@ class SimSidecar:
             if inventory.node == node:
                 self.post(on.OwnerSeen(inventory=inventory))
 
-    async def _pull(self, effect: do.Pull) -> None:
-        shard = effect.shard
-        file = self._memory.spares.get((shard.rank, effect.spare))
-        if file is None or len(file.data) < shard.bytes:
-            file = self._memory.spares[shard.rank, effect.spare] = File(bytearray(shard.bytes))
-        try:
-            with self.world.trace.phase("peer replication", _place(shard)):
-                await self._receive(effect.url, shard, file)
-                _check_digest(digest(bytes(file.data[: shard.bytes])), shard)
-                _check_header(bytes(file.data[: shard.bytes]), shard)
-        except _WrongDigestError as error:
-            self.world.trace.sometimes("a pull brought wrong bytes")
-            self.post(on.PullFailed(shard=shard, spare=effect.spare, reason=str(error)))
-            await self._acknowledge(effect, error.found)
-            return
-        except (NetError, _WrongError) as error:
-            self.post(on.PullFailed(shard=shard, spare=effect.spare, reason=str(error)))
-            return
-        file.page = shard.page()
-        file.flipped = False
-        self.post(on.Pulled(shard=shard, spare=effect.spare))
-        await self._acknowledge(effect, shard.digest)
-
-    async def _receive(self, url: str, shard: Shard, file: File, *, tier: str = "memory") -> None:
-        """Receive a copy in two halves, straight into a file."""
-        place, half = (shard.attempt_uid, shard.step, shard.rank), shard.bytes // 2
-        me = self.node.name
-
-        async def part(begin: int, end: int, serve: int) -> int:
-            number, body = await self.world.ask_sidecar(
-                me, url, lambda car: car.serve(place, tier, begin=begin, end=end, serve=serve), timeout_s=_ASK_S
-            )
-            if len(body) != end - begin:
-                raise NetError(f"{url}: {len(body)} bytes came; expected {end - begin}")
-            file.data[begin:end] = body
-            return number
-
-        serve = await part(0, half, 0)
-        self.world.at("receive")
-        await self._pause(0.05)
-        await part(half, shard.bytes, serve)
-
-    async def _acknowledge(self, effect: do.Pull, found: str) -> None:
-        shard = effect.shard
-        place = (shard.attempt_uid, shard.step, shard.rank)
-        spare = self._memory.spares.get((shard.rank, effect.spare))
-        if found == shard.digest and spare is not None:
-            self.world.oracle.on_claim(
-                f"{self.node.name}'s acknowledgement",
-                place,
-                said=found,
-                found=bytes(spare.data[: shard.bytes]),
-                spoiled=spare.flipped,
-            )
-        with contextlib.suppress(NetError):
-            await self.world.ask_sidecar(
-                self.node.name, effect.url, lambda car: car.acked(self.node.name, place, found), timeout_s=_ASK_S
-            )
-
     async def _adopt(self, effect: do.Adopt) -> None:
         nonce = self.world.loop.rng.randbytes(8).hex()
-        await self._pause(0.05)
+        await self.pause(0.05)
         try:
-            await self._bulk(lambda: self._adoptions.write(effect.proposed, nonce=nonce))
+            await self.bulk(lambda: self._adoptions.write(effect.proposed, nonce=nonce))
             for number in effect.forget:
-                await self._bulk(partial(self._adoptions.forget, number))
+                await self.bulk(partial(self._adoptions.forget, number))
         except OSError as error:
             self.post(on.AdoptFailed(reason=str(error)))
         except DiedError:
@@ -515,117 +359,8 @@ class SimSidecar:
 
     async def inventory_after(self, after: int) -> Inventory:
         """Return what is held once it is not version ``after``."""
-        await self._documents.inventory_after(after, _POLL_S)
+        await self._documents.inventory_after(after, POLL_S)
         return await self.inventory_now()
-
-    async def serve(
-        self, place: tuple[str, int, int], tier: str, *, begin: int, end: int, serve: int
-    ) -> tuple[int, bytes]:
-        """Return part of a copy; the slot is in use from the first part to the last, or until the deadline."""
-        if not serve:
-            serve = self._begin_serve(place, tier)
-        flowing = self._serves.get(serve)
-        if flowing is None or flowing.ended:
-            raise NetError("the connection was destroyed")
-        body = flowing.read()
-        if body is None:
-            self._end_serve(serve)
-            raise NetError("404: the copy is gone")
-        if end >= flowing.size:
-            self._end_serve(serve)
-        return serve, body[begin:end]
-
-    def _begin_serve(self, place: tuple[str, int, int], tier: str) -> int:
-        found = [(way, size) for way, size in self.core.locate(*place) if tier == way.tier]
-        if not found:
-            raise NetError("404: no verified copy here")
-        way, size = found[0]
-        serve = next(self._numbers)
-        file = self._memory.at(way.path)
-
-        def read() -> bytes | None:
-            if file is not None:
-                return bytes(file.data[:size])
-            return self.node.local_bytes(way.path)
-
-        self._serves[serve] = _Serve(read=read, size=size)
-        self.post(on.ServeBegan(serve=serve, attempt_uid=place[0], step=place[1], rank=place[2]))
-        self.world.loop.call_later(_SERVE_S, self._end_serve, serve)
-        return serve
-
-    def _end_serve(self, serve: int) -> None:
-        flowing = self._serves.pop(serve, None)
-        if flowing is not None and not flowing.ended:
-            flowing.ended = True
-            self.post(on.ServeEnded(serve=serve))
-
-    async def acked(self, holder: str, place: tuple[str, int, int], found: str) -> bool:
-        """Take in which digest a holder has."""
-        uid, step, rank = place
-        self.post(on.Acked(holder=holder, attempt_uid=uid, step=step, rank=rank, digest=found))
-        return True
-
-    # Restore
-
-    async def _stage(self, effect: do.Stage) -> None:
-        shard, tried, again = effect.shard, [], not effect.ways
-        for way in effect.ways:
-            place = (effect.attempt_uid, effect.step, shard.rank)
-            try:
-                with self.world.trace.phase(f"staging from {way.kind} {way.tier}", place):
-                    path = await self._taken(effect, way)
-            except (_WrongError, NetError, CkptError, OSError) as error:
-                tried.append(f"{way.tier} of {way.node}: {error}")
-                again |= isinstance(error, NetError | UnavailableError)
-                continue
-            self.world.trace.sometimes(f"staged from {way.kind} {way.tier}")
-            staged = wire.StagedShard(
-                rank=shard.rank, path=path, bytes=shard.bytes, digest=shard.digest, tier=way.tier, node=way.node
-            )
-            self.post(on.ShardStaged(attempt_uid=effect.attempt_uid, shard=staged))
-            return
-        reason = "; ".join(tried) or "nobody has it"
-        self.post(on.StageFailed(attempt_uid=effect.attempt_uid, rank=shard.rank, reason=reason, again=again))
-
-    async def _taken(self, effect: do.Stage, way: Way) -> str:
-        shard = effect.shard
-        if way.kind == "here":
-            await self._pause(0.05)
-            if way.tier == "local":
-                self.node.disk.check_readable(way.path)
-            body = self.node.bytes_at(way.path, shard.bytes)
-            if body is None:
-                raise NetError("it is here no more")
-            if not _is_right(digest(body), shard.digest):
-                event = on.CopyDoubted(
-                    attempt_uid=effect.source_attempt_uid, step=effect.step, rank=shard.rank, tier=way.tier
-                )
-                self.world.loop.call_soon(self.post, event)
-                raise _WrongError("it is not what it should be")
-            return way.path
-        file = self._memory.staged[effect.attempt_uid, shard.rank] = File(bytearray(shard.bytes))
-        if way.kind == "node":
-            wanted = Shard(
-                attempt=0,
-                step=effect.step,
-                attempt_uid=effect.source_attempt_uid,
-                rank=shard.rank,
-                world=0,
-                bytes=shard.bytes,
-                digest=shard.digest,
-            )
-            await self._receive(way.url, wanted, file, tier=way.tier)
-        else:
-            index = await self._bulk(partial(read_index_at, self.world.store, Key(way.key)))
-            if index.bytes != shard.bytes:
-                raise _WrongError("it is not as long as it should be")
-            with memoryview(file.data) as view:
-                await self.world.loop.stepwise(
-                    partial(write_image, self.world.store, index, partial(_write_into, view))
-                )
-        if not _is_right(digest(bytes(file.data)), shard.digest):
-            raise _WrongError("it is not what it should be")
-        return stage_path(effect.attempt_uid, shard.rank)
 
     async def _open(self, effect: do.OpenAttempt) -> None:
         request: OpenRequest = effect.request
@@ -662,7 +397,8 @@ class SimSidecar:
 
     # Trainers
 
-    def _send(self, connection: int, frame: wire.FromSidecar) -> None:
+    def send(self, connection: int, frame: wire.FromSidecar) -> None:
+        """Send a frame to a trainer that is still there."""
         if (found := self._connections.get(connection)) is not None:
             found.to_trainer(frame)
 
@@ -681,89 +417,5 @@ class SimSidecar:
         self.post(on.ConnectionClosed(connection=number))
 
 
-@dataclass(frozen=True, slots=True)
-class _Link:
-    """The broker as a sidecar has it: a ``BrokerPort``."""
-
-    client: BrokerClient
-
-    async def publish_inventory(self, inventory: Inventory) -> bool:
-        """Publish the document."""
-        return await self.client.publish(f"inventory/{inventory.node}", inventory)
-
-    def connected(self) -> bool:
-        """Say whether there is a session."""
-        return self.client.session
-
-
-@dataclass(frozen=True, slots=True)
-class _Coordinators:
-    """The coordinators as a sidecar reaches them, the one of its document first: a ``CoordinatorPort``."""
-
-    car: SimSidecar
-
-    async def put_inventory(self, inventory: Inventory) -> Desired:
-        """Tell it what this node holds."""
-        return await self._ask(lambda host: host.put_inventory(inventory), timeout_s=_ASK_S)
-
-    async def get_desired(self, *, newer_than: Desired | None) -> Desired:
-        """Return its document."""
-        at = (newer_than.term, newer_than.version) if newer_than is not None else None
-        node = self.car.node.name
-        return await self._ask(lambda host: host.get_desired(at, node=node), timeout_s=_POLL_S + 2.0)
-
-    async def open_attempt(self, request: OpenRequest) -> OpenAnswer:
-        """Ask for an attempt."""
-        return await self._ask(lambda host: host.open(request), timeout_s=_OPEN_S)
-
-    async def _ask(self, work: Callable[[Host], Awaitable[T]], *, timeout_s: float) -> T:
-        car = self.car
-        try:
-            return await car.world.ask_coordinator(car.node.name, car.core.coordinator_url(), work, timeout_s=timeout_s)
-        except NetError as error:
-            raise CoordinatorError(str(error)) from error
-
-
-class _Shouts(Shouts):
-    """What costs protection, said in the trace: the real one goes by a clock."""
-
-    def __init__(self, world: World, who: str) -> None:
-        super().__init__()
-        self._world = world
-        self._who = who
-
-    def shout(self, kind: str, text: str) -> None:
-        """Note it."""
-        self._world.trace.note(self._who, f"{kind}: {text}")
-        self._world.trace.sometimes(f"shout: {kind}")
-
-
 def _held(after: int) -> Callable[[SimSidecar], Coroutine[object, object, Inventory]]:
     return lambda car: car.inventory_after(after)
-
-
-def _place(shard: Shard) -> tuple[str, int, int]:
-    return shard.attempt_uid, shard.step, shard.rank
-
-
-def _write_into(view: memoryview, at: int, body: memoryview) -> None:
-    view[at : at + len(body)] = body
-
-
-def _is_right(found: str, expected: str) -> bool:
-    """Say whether bytes are what they should be: the rule that the mutants "pull" and "stage" switch off."""
-    return found == expected
-
-
-def _check_digest(found: str, shard: Shard) -> None:
-    if not _is_right(found, shard.digest):
-        raise _WrongDigestError(found)
-
-
-def _check_header(image: bytes, shard: Shard) -> None:
-    try:
-        said = identity_of(parse_header(image, size=len(image), name="image"), name="image")
-    except CorruptObjectError as error:
-        raise _WrongError(str(error)) from error
-    if (said.attempt_uid, said.step, said.rank) != (shard.attempt_uid, shard.step, shard.rank):
-        raise _WrongError("its header is that of another snapshot")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from msgspec import structs
@@ -97,6 +98,27 @@ def as_it_came(_before: Any) -> Any:  # noqa: ANN401 - stands in for any functio
         return new
 
     return held_to
+
+
+def any_proposal(before: Any) -> Any:  # noqa: ANN401 - stands in for any function
+    """Adopt what is proposed, whatever was adopted of its number."""
+
+    def may_adopt(self: Any, proposed: Any, desired: Any) -> bool:  # noqa: ANN401 - as AdoptionBook.may_adopt
+        others = {number: one for number, one in self.adopted.items() if number != proposed.number}
+        same = self.adopted.get(proposed.number)
+        another = same is None or same.uid != proposed.uid
+        return another and bool(before(replace(self, adopted=others), proposed, desired))
+
+    return may_adopt
+
+
+def new_world(before: Any) -> Any:  # noqa: ANN401 - stands in for any function
+    """Ask the nodes of the new world alone."""
+
+    def concerned(_old: Any, new: Any, dead: Any) -> Any:  # noqa: ANN401 - as provisional.concerned
+        return before((), new, dead)
+
+    return concerned
 
 
 def with_pulling(_before: Any) -> Any:  # noqa: ANN401 - stands in for any function

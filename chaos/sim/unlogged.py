@@ -58,7 +58,7 @@ class Unlogged:
         return f"attempt {view.number} is given out, and node {missing[0]} has not adopted it" if missing else ""
 
     def may_leave(self, node: str, uid: str, state: JobState) -> bool:
-        """Say whether a node may go by an earlier attempt again: it did not adopt this one, or the log can't take it."""
+        """Say whether a node may go by an earlier attempt again: it is not bound to this one, or this one is over."""
         return uid in self.attempts and (node not in self.adopters[uid] or bool(self.obstacle(uid, state)))
 
     def follows_another(self, view: AttemptView, state: JobState) -> bool:
