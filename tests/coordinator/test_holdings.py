@@ -106,5 +106,5 @@ def test_of_steps_that_nobody_lists_any_more_nothing_is_remembered() -> None:
             held = [copy_of(UID, step, own, "memory"), copy_of(UID, step, other, "peer")]
             holdings.see(node(name, held, [], "", alive=True))
     assert holdings.assess(copies=1, placed=1).protected_step == 1000
-    counts = holdings._said, holdings._ranks_of, holdings._ranks, holdings._steps
-    assert max(map(len, (*counts, holdings._newest_memory, holdings._newest_peer))) <= 2
+    remembered = [len(holdings._said), len(holdings._ranks_of), len(holdings._ranks), len(holdings._steps)]
+    assert max(*remembered, len(holdings._newest_memory), len(holdings._newest_peer)) <= 2
