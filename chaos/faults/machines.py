@@ -25,8 +25,12 @@ class Power(Base):
 
     def strike(self) -> None:
         """Wait for a step to become READY, kill all, and let disks forget."""
-        site = self.site
-        if not site.scenario.topology.disk_mib or site.scenario.topology.store != "directory":
+        site, topology = self.site, self.site.scenario.topology
+        if topology.launcher != "own":
+            raise UsageError(
+                f"power: who starts the ranks again must outlive it: not with launcher = {topology.launcher!r}"
+            )
+        if not topology.disk_mib or topology.store != "directory":
             raise UsageError(
                 "power: the disks must be a scenario's own: give topology.disk_mib, with store = 'directory'"
             )

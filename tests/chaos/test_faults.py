@@ -304,6 +304,8 @@ def test_wrong_use_of_a_fault_is_told(job: Job) -> None:
         ("flip", "node a", {"tier": "attic"}, "tier 'attic'"),
         ("fail", "sidecar a", {"point": "before:x", "action": "explode"}, "action 'explode'"),
         ("network", "broker", {"mode": "cut"}, "target 'broker'"),
+        ("power", "all", {}, "give topology.disk_mib"),
+        ("fill", "node a", {}, "topology.memory_mib"),
     ):
         job.proxies = {}  # type: ignore[attr-defined]
         with pytest.raises(UsageError, match=says):
