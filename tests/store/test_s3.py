@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import multiprocessing
 import os
@@ -635,6 +636,7 @@ def test_a_store_that_cannot_be_reached_is_one_line(monkeypatch: pytest.MonkeyPa
         with pytest.raises(kind, match=text) as caught:
             open_store(root, write=True)
         assert "\n" not in str(caught.value)
+        assert gc.isenabled(), "it rests while the client is made"
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", os.devnull)
     monkeypatch.delenv("AWS_PROFILE")
     with pytest.raises(UsageError, match="no usable credentials"):
