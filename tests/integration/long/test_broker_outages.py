@@ -103,6 +103,7 @@ def muddled_job(directory: Path, server: ForkServer, services: ForkedServices) -
             ranks.stop()
 
 
+@pytest.mark.fault("B139")
 @pytest.mark.timeout(700)
 def test_messages_that_are_repeated_swapped_and_lost_change_nothing(
     tmp_path: Path,
