@@ -127,7 +127,7 @@ class Fetching:
                 event = on.CopyDoubted(
                     attempt_uid=effect.source_attempt_uid, step=effect.step, rank=shard.rank, tier=way.tier
                 )
-                self._world.loop.call_soon(self.post, event)
+                self._world.loop.call_soon(self._car.post, event)
                 raise WrongError("it is not what it should be")
             return way.path
         file = self._memory.staged[effect.attempt_uid, shard.rank] = File(bytearray(shard.bytes))

@@ -305,7 +305,7 @@ MUTANTS: tuple[Mutant, ...] = (
         name="all-adopt",
         safeguard="an attempt is given out without the log only when all nodes have adopted it",
         invariant="I18",
-        seed=2,
+        seed=5,
         patches={("toprope.coordinator.outage", "Outage.missing"): s.always(())},
         narrow={**OUTAGE, "some_of": (), "faults": ("store outage", "kill rank"), "chaos_s": 20.0, "between_s": 1.5},
     ),
@@ -313,8 +313,11 @@ MUTANTS: tuple[Mutant, ...] = (
         name="taken-back",
         safeguard="no document of one that does not know it takes an attempt back that nodes have adopted",
         invariant="I9",
-        seed=2,
-        patches={("toprope.sidecar.adoption_book", "AdoptionBook.held_to"): s.as_it_came},
+        seed=5,
+        patches={
+            ("toprope.sidecar.adoption_book", "AdoptionBook.held_to"): s.as_it_came,
+            ("toprope.coordinator.core", "Core._may_speak"): s.as_soon_as_settled,
+        },
         narrow={**OUTAGE, "some_of": (), "faults": ("store outage", "kill rank", "kill coordinator"), "chaos_s": 30.0},
     ),
     Mutant(
@@ -390,7 +393,7 @@ MUTANTS: tuple[Mutant, ...] = (
         name="pull-or-stage",
         safeguard="what was received or staged is hashed before it is believed",
         invariant="I10",
-        seed=18,
+        seed=19,
         patches={
             ("toprope.chaos.sim.copies", "is_right"): s.always(YES),
             ("toprope.chaos.sim.fetching", "is_right"): s.always(YES),

@@ -121,6 +121,15 @@ def new_world(before: Any) -> Any:  # noqa: ANN401 - stands in for any function
     return concerned
 
 
+def as_soon_as_settled(_before: Any) -> Any:  # noqa: ANN401 - stands in for any function
+    """Speak before what was opened without the log is in it."""
+
+    def may_speak(self: Any, now_s: float) -> bool:  # noqa: ANN401 - as Core._may_speak
+        return bool(self._settled(now_s))
+
+    return may_speak
+
+
 def with_pulling(_before: Any) -> Any:  # noqa: ANN401 - stands in for any function
     """List peer copies that are on their way."""
 
