@@ -63,7 +63,7 @@ MUTANTS: tuple[Mutant, ...] = (
         name="gc-source",
         safeguard="the objects of a source that is not READY are not deleted while its attempt is the current one",
         invariant="I8",
-        seed=16,
+        seed=23,
         patches={("toprope.store.keep.gc", "_needed_by_sources"): s.nothing_more},
         narrow=READERS,
     ),
@@ -71,7 +71,7 @@ MUTANTS: tuple[Mutant, ...] = (
         name="gc-before",
         safeguard="a step that the next attempt may go back to is not deleted though it can't become READY",
         invariant="I8",
-        seed=2,
+        seed=3,
         patches={("toprope.store.keep.gc", "_may_be_begun_from"): s.always(not YES)},
         narrow={
             **PAIR,
