@@ -28,7 +28,7 @@ class Fetching:
     """What a sidecar gets from others."""
 
     def __init__(self, car: SimSidecar) -> None:
-        self._car, self._world, self._node, self._memory = car, car.world, car.node, car.memory
+        self._car, self._world, self._node, self._memory = car, car.world, car.node, car.node.memory
 
     async def pull(self, effect: do.Pull) -> None:
         """Copy a shard from its owner, and tell it which digest came."""

@@ -29,7 +29,7 @@ class Serving:
     """What a sidecar gives to others."""
 
     def __init__(self, car: SimSidecar) -> None:
-        self._car, self._world, self._node, self._memory = car, car.world, car.node, car.memory
+        self._car, self._world, self._node, self._memory = car, car.world, car.node, car.node.memory
         self._serves: dict[int, Flow] = {}
         self._numbers = itertools.count(1)
 

@@ -22,7 +22,7 @@ class Slots:
     """What a sidecar does with slots."""
 
     def __init__(self, car: SimSidecar) -> None:
-        self._car, self._world, self._node, self._memory = car, car.world, car.node, car.memory
+        self._car, self._world, self._node, self._memory = car, car.world, car.node, car.node.memory
 
     async def make(self, effect: do.MakeSlots) -> None:
         """Make slots, and see what is there then."""
