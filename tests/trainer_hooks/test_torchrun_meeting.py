@@ -28,7 +28,7 @@ from toprope.trainer_hooks.torchrun.settings import BACKEND
 from toprope.trainer_hooks.torchrun.strikes import Failures, Strikes, open_pipe, tell
 
 SOON_S = 0.05
-NEW = json.dumps({"of": "", "size": 0, "first": False, "last": False})
+NEW = json.dumps({"counts": 2, "of": "", "size": 0, "first": False, "last": False})
 """The answer of an agent that comes from no other world."""
 AGREED = {"size": 2, "uid": "before", "port": 7, "struck": None, "leaves": False}
 TORCHS = RendezvousStoreInfo(master_addr="node", master_port=1)
@@ -125,6 +125,14 @@ def test_agents_that_count_each_other_otherwise_meet_again() -> None:
     assert counted.met == 2
 
 
+def test_when_one_counts_others_than_rank_0_all_meet_again_at_once() -> None:
+    first, counted = agent((0, 2), (0, 1))
+    counted.round(1).set("toprope/here/1", json.dumps(json.loads(NEW) | {"counts": 3}))
+    assert first.next_rendezvous().world_size == 1
+    told = json.loads(counted.round(1).get("toprope/agreed"))
+    assert told == {"size": 0}, "whoever has answered, too"
+
+
 def late() -> Exception:
     """What torch's own raises when the store does not answer in time."""
     error = RendezvousConnectionError("The connection to the C10d store has failed.")
@@ -149,7 +157,7 @@ def test_a_store_that_is_slow_is_asked_again_and_one_that_is_gone_is_told(monkey
 
 
 def test_reads_wait_as_long_as_before_once_the_agents_have_met() -> None:
-    one, counted = agent((0, 1))
+    one, counted = agent(late(), DistStoreError("wait timeout"), (0, 1))
     counted.store.set_timeout(timedelta(seconds=0.5))
     one.next_rendezvous()
     began_s = time.monotonic()
@@ -177,7 +185,7 @@ def fail_and_shut_down(one: Meeting) -> None:
 
 
 def comes_from(world: str, *, first: bool, last: bool = False) -> str:
-    return json.dumps({"of": world, "size": 2, "first": first, "last": last})
+    return json.dumps({"counts": 2, "of": world, "size": 2, "first": first, "last": last})
 
 
 def striking(*rounds: tuple[int, int], most: int) -> tuple[Meeting, Counted, int]:
@@ -236,6 +244,45 @@ def test_nobody_is_to_blame_when_one_of_the_world_before_is_gone() -> None:
     counted.round(2).set("toprope/here/1", NEW)
     assert one.next_rendezvous().world_size == 2
     assert json.loads(counted.round(2).get("toprope/agreed"))["struck"] is None
+
+
+def test_one_that_is_alone_by_now_does_not_leave() -> None:
+    one, counted, write = striking((0, 1), (0, 1), most=1)
+    one.next_rendezvous()
+    tell(os.getpid(), write)
+    assert one.next_rendezvous().world_size == 1
+    told = json.loads(counted.round(2).get("toprope/agreed"))
+    assert (told["struck"], told["leaves"]) == (0, False)
+
+
+def test_nobody_is_to_blame_for_an_end_that_lets_another_node_in() -> None:
+    one, counted, write = striking((0, 2), (0, 2), most=1)
+    counted.round(1).set("toprope/here/1", NEW)
+    one.next_rendezvous()
+    assert one.num_nodes_waiting() == 2
+    tell(os.getpid(), write)  # its ranks fail since the other node has ended its own
+    counted.round(2).set("toprope/here/1", comes_from(uid_of(counted), first=False))
+    one.next_rendezvous()
+    assert json.loads(counted.round(2).get("toprope/agreed"))["struck"] is None
+
+
+def test_a_failure_that_can_not_be_told_is_said_and_the_next_is_heard(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, counted, _ = striking((0, 2), most=1)
+    counted.round(1).set("toprope/here/1", NEW)
+    one.next_rendezvous()
+    assert one._world is not None
+
+    def gone(*_: str) -> bytes:
+        raise DistNetworkError("reset by peer")
+
+    with monkeypatch.context() as away:
+        away.setattr(type(one._world.store), "compare_set", gone)
+        one._note_failure()
+    assert "nobody hears that a rank of this node has failed: reset by peer" in capsys.readouterr().err
+    one._note_failure()
+    assert counted.round(1).get("toprope/first") == b"0"
 
 
 def test_strikes_count_for_an_hour() -> None:

@@ -109,8 +109,8 @@ def launch(words: Sequence[str]) -> int:
     )
     ours, pipe = _asked_to_leave(args.leave_after)
     safe = settings.safe_words(asked, rendezvous=args.rendezvous, ours=ours)
-    place = "" if given.standalone else given.rdzv_endpoint or args.rendezvous
-    if place and not _answers(place):
+    place = args.rendezvous if asked.alone else given.rdzv_endpoint or args.rendezvous
+    if place and not _answers(place, what="--rdzv-endpoint" if place == given.rdzv_endpoint else "--rendezvous"):
         return _fail(place)
     meeting = _torch(_MEETING)
     meeting.register()
@@ -209,9 +209,9 @@ def _write_ready(path: Path, port: int) -> None:
     temporary.rename(path)
 
 
-def _answers(endpoint: str) -> bool:
-    """Wait until something listens there; say whether it does."""
-    address = _address(endpoint, what="--rendezvous")
+def _answers(endpoint: str, *, what: str) -> bool:
+    """Wait until something listens there, at the address that ``what`` gave; say whether it does."""
+    address = _address(endpoint, what=what)
     deadline_s = time.monotonic() + _MEETS_S
     while time.monotonic() < deadline_s:
         try:

@@ -16,14 +16,14 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 from uuid import uuid4
 
-from torch._C._distributed_c10d import Store
-from torch.distributed import DistStoreError
+from torch.distributed import DistNetworkError, DistStoreError, Store
 from torch.distributed.elastic.rendezvous import (
     RendezvousConnectionError,
     RendezvousError,
@@ -35,7 +35,6 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
-from torch.distributed.elastic.utils.store import store_timeout
 
 from toprope.trainer_hooks.torchrun.settings import BACKEND
 from toprope.trainer_hooks.torchrun.strikes import Failures, Strikes
@@ -45,6 +44,7 @@ ANSWERS_S = 15.0
 TRIES = 20
 """After so many meetings in which somebody did not answer, the agent ends and says so."""
 _HERE, _AGREED, _FIRST = "toprope/here", "toprope/agreed", "toprope/first"
+_NOBODY = "-"
 
 
 class NodeLeavesError(RendezvousError):
@@ -95,14 +95,14 @@ class Meeting(RendezvousHandler):
         for number in range(1, TRIES + 1):
             began_s = time.monotonic()
             try:
-                with store_timeout(self._store, self._answers_s):
+                with _reads_within(self._store, self._answers_s):
                     return self._agreed(self._inner.next_rendezvous())
             except (DistStoreError, RendezvousConnectionError) as error:
                 if number == TRIES or not _was_waiting(error):
                     raise
                 waited_s = time.monotonic() - began_s
                 _say(f"agents have met in vain ({waited_s:.0f} s), and meet again: {error}")
-        raise AssertionError
+        raise AssertionError("the last try returns or raises")
 
     def _agreed(self, met: RendezvousInfo) -> RendezvousInfo:
         """Answer, and learn from rank 0, which has all answers, where the ranks meet.
@@ -113,38 +113,41 @@ class Meeting(RendezvousHandler):
         """
         store, where = met.store, met.bootstrap_store_info
         assert where is not None, "c10d tells it"
-        store.set(f"{_HERE}/{met.rank}", json.dumps(self._answer()))
+        store.set(f"{_HERE}/{met.rank}", json.dumps(self._answer(met.world_size)))
         if met.rank == 0:
             store.set(_AGREED, json.dumps(self._decide(store, met.world_size)))
+        store.wait([_AGREED], timedelta(seconds=2 * self._answers_s))  # rank 0 may have met later, and waits as long
         agreed = json.loads(store.get(_AGREED))
         if agreed["size"] != met.world_size:
-            raise DistStoreError(f"rank 0 counts {agreed['size']} agents, rank {met.rank} counts {met.world_size}")
+            raise DistStoreError(f"not all of {met.world_size} agents have answered that they are as many")
         self._heed(agreed, met.rank)
         self._world = _World(agreed["uid"], met.rank, met.world_size, store)
         there = RendezvousStoreInfo(master_addr=where.master_addr, master_port=int(agreed["port"]))
         return RendezvousInfo(store, met.rank, met.world_size, there)
 
-    def _answer(self) -> Mapping[str, object]:
-        """Say which world this agent comes from, and whether its end began here."""
+    def _answer(self, counts: int) -> Mapping[str, object]:
+        """Say how many this agent counts, which world it comes from, and whether that one's end began here."""
         before = self._world
         if before is None:
-            return {"of": "", "size": 0, "first": False, "last": False}
+            return {"counts": counts, "of": "", "size": 0, "first": False, "last": False}
         if self._failures is not None:
             self._failures.take()
         first = before.store.check([_FIRST]) and before.store.get(_FIRST) == str(before.rank).encode()
-        return {"of": before.uid, "size": before.size, "first": first, "last": self._strikes.is_last()}
+        last = self._strikes.is_last()
+        return {"counts": counts, "of": before.uid, "size": before.size, "first": first, "last": last}
 
     def _decide(self, store: Store, size: int) -> Mapping[str, object]:
-        """Return, on rank 0, what holds for all, once all have answered.
-
-        Raises:
-            DistStoreError: somebody does not answer.
-        """
+        """Return, on rank 0, what holds for all, once all have answered; a size of 0 lets all meet again at once."""
         keys = [f"{_HERE}/{rank}" for rank in range(size)]
-        store.wait(keys, timedelta(seconds=self._answers_s))
+        try:
+            store.wait(keys, timedelta(seconds=self._answers_s))
+        except DistStoreError:
+            return {"size": 0}
         answers = [json.loads(store.get(key)) for key in keys]
+        if any(one["counts"] != size for one in answers):
+            return {"size": 0}
         struck = _to_blame(answers)
-        leaves = struck is not None and answers[struck]["last"]
+        leaves = size > 1 and struck is not None and answers[struck]["last"]
         return {"size": size, "uid": uuid4().hex, "port": self._port.anew(), "struck": struck, "leaves": leaves}
 
     def _heed(self, agreed: Mapping[str, Any], rank: int) -> None:
@@ -161,8 +164,12 @@ class Meeting(RendezvousHandler):
 
     def _note_failure(self) -> None:
         """Say to all that a rank of this node has failed, if nobody else has said so: others fail since one did."""
-        if (world := self._world) is not None:
+        if (world := self._world) is None:
+            return
+        try:
             world.store.compare_set(_FIRST, "", str(world.rank))
+        except (DistStoreError, DistNetworkError) as error:
+            _say(f"nobody hears that a rank of this node has failed: {error}")
 
     def shutdown(self) -> bool:
         """Close the rendezvous for all, unless this agent fails: then the others may go on without it."""
@@ -184,12 +191,26 @@ class Meeting(RendezvousHandler):
         self._inner.set_closed()  # type: ignore[no-untyped-call]
 
     def num_nodes_waiting(self) -> int:
-        """Return how many agents want to be let in."""
-        return self._inner.num_nodes_waiting()
+        """Return how many agents want to be let in. When there are some, ranks are ended: nobody is to blame for it."""
+        waiting = self._inner.num_nodes_waiting()
+        if waiting > 0 and (world := self._world) is not None:
+            world.store.compare_set(_FIRST, "", _NOBODY)
+        return waiting
 
     def get_run_id(self) -> str:
         """Return what the agents have in common."""
         return self._inner.get_run_id()
+
+
+@contextmanager
+def _reads_within(store: Store, seconds: float) -> Iterator[None]:
+    """Let reads of a store end after so long; and afterwards as before, whatever they came to, unlike torch's own."""
+    before = store.timeout
+    store.set_timeout(timedelta(seconds=seconds))
+    try:
+        yield
+    finally:
+        store.set_timeout(before)
 
 
 class _KeptPort:

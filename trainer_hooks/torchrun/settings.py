@@ -47,7 +47,8 @@ class Asked:
     @property
     def alone(self) -> bool:
         """Whether one agent is all there will ever be: it can't lose another, and its store may end with it."""
-        return self.standalone or (self.nodes.rpartition(":")[2] == "1" and not self.endpoint)
+        own_store = self.endpoint.rpartition(":")[2] in {"", "0"}  # at no address, or at any port
+        return self.standalone or (self.nodes.rpartition(":")[2] == "1" and own_store)
 
 
 def safe_words(asked: Asked, *, rendezvous: str, ours: Mapping[str, str] | None = None) -> list[str]:
