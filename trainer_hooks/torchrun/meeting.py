@@ -23,7 +23,8 @@ from datetime import timedelta
 from typing import Any
 from uuid import uuid4
 
-from torch.distributed import DistNetworkError, DistStoreError, Store
+from torch._C._distributed_c10d import Store
+from torch.distributed import DistNetworkError, DistStoreError
 from torch.distributed.elastic.rendezvous import (
     RendezvousConnectionError,
     RendezvousError,
@@ -205,7 +206,7 @@ class Meeting(RendezvousHandler):
 @contextmanager
 def _reads_within(store: Store, seconds: float) -> Iterator[None]:
     """Let reads of a store end after so long; and afterwards as before, whatever they came to, unlike torch's own."""
-    before = store.timeout
+    before: timedelta = store.timeout  # type: ignore[attr-defined]  # torch's stubs have it in one kind of store only
     store.set_timeout(timedelta(seconds=seconds))
     try:
         yield
