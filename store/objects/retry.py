@@ -21,6 +21,9 @@ from toprope.store.objects.protocol import ObjectStore
 
 _T = TypeVar("_T")
 
+BROKEN_MAX = 8
+"""So often an answer may break off within one stream; each time something more may have come, but there is an end."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackOff:
@@ -89,20 +92,25 @@ class RetryStore:
         )
 
     def stream(self, key: Key, *, start: int, length: int) -> Generator[memoryview, None, None]:
-        """Yield bytes of an object; where an answer breaks off only the rest is asked for again."""
-        done = 0
+        """Yield bytes of an object; where an answer breaks off only the rest is asked for again.
+
+        Raises:
+            UnavailableError: the store did not answer, or more than ``BROKEN_MAX`` answers broke off.
+        """
+        done = broken = 0
         pieces = self._store.stream(key, start=start, length=length)
 
         def following() -> memoryview | None:
-            nonlocal pieces
+            nonlocal pieces, broken
             try:
                 return next(pieces, None)
-            except UnavailableError:
+            except UnavailableError as error:
+                broken += not isinstance(error, ThrottledError)
                 pieces = self._store.stream(key, start=start + done, length=length - done)
                 raise
 
         try:
-            while (piece := self._back_off.call(following, when_silent=True)) is not None:
+            while (piece := self._back_off.call(following, when_silent=broken < BROKEN_MAX)) is not None:
                 done += len(piece)
                 yield piece
         finally:

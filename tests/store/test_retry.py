@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Generator
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from toprope.store.conformance import ObjectStoreContract
 from toprope.store.errors import AlreadyExistsError, CkptError, ThrottledError, UnavailableError
 from toprope.store.names import Key
 from toprope.store.objects.protocol import ObjectStore
-from toprope.store.objects.retry import BackOff, RetryStore
+from toprope.store.objects.retry import BROKEN_MAX, BackOff, RetryStore
 
 KEY = Key("job/a")
 
@@ -108,3 +109,33 @@ def test_without_throttling_an_equal_object_is_not_taken_for_ours() -> None:
     rig.inner.objects[KEY] = b"mine"
     with pytest.raises(AlreadyExistsError):
         rig.store.create(KEY, b"mine")
+
+
+class Stalling(FakeStore):
+    """Breaks off each of its first ``breaks`` streams after one byte."""
+
+    def __init__(self, breaks: int) -> None:
+        super().__init__()
+        self.breaks = breaks
+
+    def stream(self, key: Key, *, start: int, length: int) -> Generator[memoryview, None, None]:
+        if not self.breaks:
+            yield from super().stream(key, start=start, length=length)
+            return
+        self.breaks -= 1
+        yield memoryview(self.objects[key])[start : start + 1]
+        raise UnavailableError("broke off")
+
+
+@pytest.mark.parametrize("breaks", [BROKEN_MAX, BROKEN_MAX + 1])
+def test_a_store_that_sends_a_little_and_breaks_off_is_not_asked_for_ever(breaks: int) -> None:
+    body = bytes(range(100))
+    inner = Stalling(breaks)
+    inner.create(KEY, body)
+    stream = RetryStore(inner, BackOff(sleep=lambda _: None)).stream(KEY, start=0, length=len(body))
+    if breaks <= BROKEN_MAX:
+        assert b"".join(stream) == body
+        return
+    with pytest.raises(UnavailableError, match="broke off"):
+        b"".join(stream)
+    assert inner.breaks == 0
