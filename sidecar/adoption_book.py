@@ -44,8 +44,12 @@ class AdoptionBook:
         return [Adopt(proposed=self.writing, forget=old)]
 
     def _with_what_is_new(self, proposed: Provisional) -> Provisional:
-        """Return it without those before it that are written down here already."""
-        known = {each.uid for one in self.adopted.values() for each in (*one.before, one)}
+        """Return it without those before it that are written down here already, and stay so.
+
+        What is written down takes the place of another one of its number, with those before that.
+        """
+        staying = [one for number, one in self.adopted.items() if number != proposed.number]
+        known = {each.uid for one in staying for each in (*one.before, one)}
         return msgspec.structs.replace(proposed, before=tuple(one for one in proposed.before if one.uid not in known))
 
     def may_adopt(self, proposed: Provisional, desired: Desired) -> bool:

@@ -255,3 +255,18 @@ def test_of_a_chain_only_what_is_new_here_is_written_down() -> None:
     newcomer.attempt(number=2, uid=NEXT, provisional=True)
     newcomer.want(proposed=msgspec.structs.replace(two, before=(proposal(),)))
     assert newcomer.all(do.Adopt)[-1].proposed.before == (proposal(),)
+
+
+def test_one_in_the_place_of_another_takes_over_what_only_that_had_before_it() -> None:
+    """The file of number 7 is overwritten: the attempts before it that stood in no other file would be gone."""
+    five, six = proposal("5a" * 16, number=5, parent="4a" * 16), proposal("6a" * 16, number=6, parent="5a" * 16)
+    first, second = (
+        msgspec.structs.replace(proposal(uid, number=7, parent=six.uid), before=(five, six)) for uid in (NEXT, OTHER)
+    )
+    driver = in_training()
+    driver.attempt(number=6, uid=six.uid, provisional=True)
+    driver.want(logged=4)
+    adopt(driver, first)
+    assert driver.inventory.adopted == (Adopted(number=7, uid=NEXT),)
+    driver.want(proposed=second, fenced=(NEXT,))
+    assert driver.all(do.Adopt)[-1].proposed == second
