@@ -56,7 +56,7 @@ class Use(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Evidence(msgspec.Struct, frozen=True, kw_only=True):
-    """See above. ``told_ready``: steps that a coordinator has said to be READY.
+    """See above. ``told_ready``: steps that a coordinator has said to be READY, and in which attempt first.
 
     ``ready_after_s``: from the last step's end until the last due one was READY; negative: it was not.
     """
@@ -71,7 +71,7 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
     injections: tuple[Injection, ...] = ()
     restarts: tuple[Restart, ...] = ()
     readies: tuple[ReadyFact, ...] = ()
-    told_ready: tuple[int, ...] = ()
+    told_ready: dict[int, int] = {}
     protections: tuple[Protection, ...] = ()
     log: tuple[str, ...] = ()
     log_trouble: str = ""

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-
-import msgspec
+from collections.abc import Callable, Iterable
 
 from toprope.chaos.evidence import Evidence, Restart
 from toprope.chaos.hits import costs_protection, ends_trainers, spoils_numbers
@@ -74,7 +72,7 @@ def _identical(evidence: Evidence) -> Finding:
 
 
 def _not_torn(evidence: Evidence) -> Finding:
-    broken = list(torn_restores(_sound(evidence)))
+    broken = list(torn_restores(evidence.events, is_wrong=_lost_wrongly(evidence)))
     held = []
     for restart in evidence.restarts:
         begins = _begins(evidence, restart)
@@ -88,14 +86,16 @@ def _not_torn(evidence: Evidence) -> Finding:
     return _finding(broken, f"{count} steps were done again, with equal losses", *held)
 
 
-def _sound(evidence: Evidence) -> Iterator[Event]:
-    """Yield the events; those between a fault of numbers and the next restart lose no number, as it was a wrong one."""
+def _lost_wrongly(evidence: Evidence) -> Callable[[Event], bool]:
+    """Return what says whether a step lost a wrong number: between a fault of numbers and the next restart."""
     spoilt = [evidence.began_s + one.at_s for one in evidence.injections if spoils_numbers(one)]
     restarts = [one.at_s for one in evidence.restarts]
-    for event in evidence.events:
+
+    def is_wrong(event: Event) -> bool:
         after = max((at_s for at_s in spoilt if at_s <= event.monotonic_s), default=None)
-        wrong = after is not None and not any(after < at_s <= event.monotonic_s for at_s in restarts)
-        yield msgspec.structs.replace(event, loss=None) if wrong else event
+        return after is not None and not any(after < at_s <= event.monotonic_s for at_s in restarts)
+
+    return is_wrong
 
 
 def _sources(begins: Iterable[Event]) -> str:
@@ -155,8 +155,11 @@ def _once(evidence: Evidence) -> Finding:
     for (attempt, step), count in Counter((one.attempt, one.step) for one in evidence.readies).items():
         if count > 1:
             broken.append(f"step {step} of attempt {attempt} is READY {count} times")
-    there = {one.step for one in evidence.readies}
-    lost = [step for step in evidence.told_ready if step not in there]
+    lost = [
+        step
+        for step, number in sorted(evidence.told_ready.items())
+        if not any(one.step == step and one.attempt <= number for one in evidence.readies)
+    ]
     broken += [f"step {step} was said to be READY, and there is no record of it in the log" for step in lost]
     return _finding(broken, f"{len(evidence.log)} records, {len(evidence.readies)} of them READY, each step once")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
@@ -36,10 +36,11 @@ def compare(run: Sequence[Final], reference: Sequence[Final], *, world: int) -> 
     return Judgement(identical=not differences and world > 0, differences=tuple(differences))
 
 
-def torn_restores(events: Iterable[Event]) -> tuple[str, ...]:
+def torn_restores(events: Iterable[Event], *, is_wrong: Callable[[Event], bool] = lambda _: False) -> tuple[str, ...]:
     """Find processes whose steps do not follow on from where they began, and losses that a step had twice.
 
-    A step done again after a restore must lose exactly what it lost the first time, unless that was no number.
+    A step done again after a restore must lose exactly what it lost the first time, unless that was no number; from
+    what a step lost that ``is_wrong`` says to be wrong nothing is to be learned.
     """
     found: list[str] = []
     last: dict[tuple[int, int], int] = {}
@@ -53,6 +54,8 @@ def torn_restores(events: Iterable[Event]) -> tuple[str, ...]:
             if event.step != last.get(process, -1) + 1:
                 found.append(f"rank {event.rank}: step {event.step} came after step {last.get(process)}")
             last[process] = event.step
+            if is_wrong(event):
+                continue
             before = losses.setdefault((event.rank, event.step), event.loss)
             if before is None:
                 losses[event.rank, event.step] = event.loss

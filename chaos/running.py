@@ -302,7 +302,7 @@ class Course:
         # a coordinator that has just come knows of nothing yet; what was protected in this launch is kept all the same
         self.protected_step = max(self.protected_step, desired.protected_step)
         self.ready_step = desired.ready_step
-        self.site.told_ready |= {desired.ready_step} - {0}
+        self.site.hear_ready(desired)
         self.due_from = desired.cadence.from_step
         if self.ready_step and time.monotonic() - self._used_s > _USED_S:
             self._used_s = time.monotonic()
@@ -370,7 +370,7 @@ class Course:
             injections=self._injections(),
             restarts=tuple(self.restarts),
             protections=tuple(self._protections),
-            told_ready=tuple(sorted(site.told_ready)),
+            told_ready=dict(site.told_ready),
             ready_due=self._due(),
             ready_after_s=self._ready_after_s,
             told=gathering.told(site),

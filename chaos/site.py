@@ -15,6 +15,7 @@ from toprope.chaos.live.forking import Forked, ForkServer
 from toprope.chaos.live.processes import LiveError, Running, free_port, wait_until
 from toprope.chaos.live.ranks import World
 from toprope.chaos.scenario import Scenario
+from toprope.coordinator.wire import Desired
 from toprope.store.errors import UsageError
 
 
@@ -43,7 +44,7 @@ class Site:
     """Processes that were started besides and are ended with the rest."""
     more_env: dict[str, str] = field(default_factory=dict)
     """What else each process finds in its environment: how a store is reached."""
-    told_ready: set[int] = field(default_factory=set)
+    told_ready: dict[int, int] = field(default_factory=dict)
     """The steps that a coordinator has said to be READY."""
     proxies: dict[str, Path] = field(default_factory=dict)
     """For each link with a proxy the file that tells it what to do; its log lies beside it."""
@@ -124,10 +125,15 @@ class Site:
     def ready_step(self) -> int:
         """Return the newest step that the coordinator says to be READY, 0 for none or while it does not answer."""
         desired = self.cluster.desired()
-        if desired is None or not desired.ready_step:
+        if desired is None:
             return 0
-        self.told_ready.add(desired.ready_step)
+        self.hear_ready(desired)
         return desired.ready_step
+
+    def hear_ready(self, desired: Desired) -> None:
+        """Keep in mind what a coordinator says to be READY, and in which attempt it was said first."""
+        if desired.ready_step and desired.attempt is not None:
+            self.told_ready.setdefault(desired.ready_step, desired.attempt.number)
 
     # Points
 

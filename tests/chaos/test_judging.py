@@ -65,7 +65,7 @@ def evidence(**changes: object) -> Evidence:
         injections=(KILL,),
         restarts=(Restart(at_s=110.5, newest_step=10, protected_step=8, ended={1: -9}, pids=(30, 31)),),
         readies=(ReadyFact(number=3, attempt=1, step=8), ReadyFact(number=5, attempt=2, step=24)),
-        told_ready=(8, 24),
+        told_ready={8: 1, 24: 2},
         protections=(Protection(at_s=104.5, step=4), Protection(at_s=118.5, step=12)),
         log=("0 JOB", "1 ELECTED"),
         verified=2,
@@ -105,8 +105,12 @@ BREAKS: list[tuple[str, dict[str, Any]]] = [
     ("verified", {"verified": 0}),
     ("verified", {"scenario": replace(SCENARIO, expected=Expected(damaged=True, told=SCENARIO.expected.told))}),
     ("READY once", {"readies": (*evidence().readies, ReadyFact(number=6, attempt=2, step=24))}),
-    ("READY once", {"told_ready": (8, 16, 24)}),  # of step 16 there is no record
-    ("READY again", {"readies": evidence().readies[:1], "told_ready": (8,)}),  # whatever the coordinator says
+    ("READY once", {"told_ready": {8: 1, 16: 2, 24: 2}}),  # of step 16 there is no record
+    (
+        "READY once",  # step 8 was READY in attempt 1, and is so again only in attempt 2
+        {"readies": (ReadyFact(number=5, attempt=2, step=8), ReadyFact(number=7, attempt=2, step=24))},
+    ),
+    ("READY again", {"readies": evidence().readies[:1], "told_ready": {8: 1}}),  # whatever the coordinator says
     ("protected again", {"protections": ()}),
     ("protected again", {"protections": (Protection(at_s=105.0, step=12), Protection(at_s=114.0, step=8))}),
     ("training goes on", {"injections": (replace(KILL, target="sidecar a"),)}),
@@ -153,6 +157,13 @@ def test_what_steps_lose_after_a_fault_of_numbers_is_no_evidence_until_ranks_hav
     assert judge(evidence(events=other, injections=(KILL, spike))).broken == ()
     assert judge(evidence(events=other, injections=(KILL, replace(spike, at_s=9.5)))).broken == ("no torn step",)
     assert judge(evidence(events=other, injections=(KILL, replace(spike, fired=False)))).broken == ("no torn step",)
+    again = replace(spike, at_s=13.5)  # after the restart: what is done again loses other numbers, in other steps
+    assert judge(evidence(events=other, injections=(KILL, again))).broken == ()
+    none = with_event(0, loss=None)
+    assert judge(evidence(events=none, injections=(KILL, again))).broken == ()
+    assert judge(evidence(events=none)).broken == ("no torn step",), "NaN that nobody has made"
+    skipped = with_event(3, step=99)
+    assert judge(evidence(events=skipped, injections=(KILL, again))).broken == ("no torn step",)
 
 
 def test_a_log_that_is_damaged_breaks_what_rests_on_it() -> None:
