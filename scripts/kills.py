@@ -1,8 +1,8 @@
 """``make kills SEEDS=1:51``: kills one thing of a training at a random moment, seed by seed, and writes down the sum.
 
 Each seed is a run of the scenario ``kill-any``, which draws from it what dies and when. What came of each lies in
-``.test-long/kills.jsonl``, and a seed that is there isn't run again; the page that people read is
-``docs/results/kills.md``.
+``.test-long/kills.jsonl``, and a seed that is there isn't run again, unless its run failed before anything was killed;
+the page that people read is ``docs/results/kills.md``.
 """
 
 from __future__ import annotations
@@ -28,7 +28,11 @@ LOST, WRONG = {"verified", "READY once"}, {"bit-identical", "no torn step"}
 
 
 class Killed(msgspec.Struct, frozen=True, kw_only=True):
-    """What came of one seed: ``victim`` was killed; ``read_back`` READY checkpoints were read in full."""
+    """What came of one seed: ``victim`` was killed; ``read_back`` READY checkpoints were read in full.
+
+    ``hung``: why it could not be carried through; ``failed``: why it could not even begin, so that it counts for
+    nothing; ``unproved``: why it is not good though it broke nothing.
+    """
 
     seed: int
     commit: str
@@ -37,13 +41,15 @@ class Killed(msgspec.Struct, frozen=True, kw_only=True):
     good: bool = False
     broken: tuple[str, ...] = ()
     hung: str = ""
+    failed: str = ""
+    unproved: tuple[str, ...] = ()
     read_back: int = 0
     figures: dict[str, float] = {}
 
 
 def summed_up(seed: int, kept: Kept) -> Killed:
     """Return of a verdict what the page needs."""
-    result = Killed(seed=seed, commit=source_commit(PAGE), seconds=kept.seconds, hung=kept.failed)
+    result = Killed(seed=seed, commit=source_commit(PAGE), seconds=kept.seconds, failed=kept.failed)
     if kept.verdict is None:
         return result
     verdict = kept.verdict
@@ -54,6 +60,10 @@ def summed_up(seed: int, kept: Kept) -> Killed:
         good=verdict.good,
         broken=verdict.broken,
         hung=verdict.stopped,
+        unproved=(
+            *(f"{one.name} was not judged" for one in verdict.promises if one.attacked and one.outcome == "not judged"),
+            *(f"{one.target} was not hit: {one.witness}" for one in verdict.unfired),
+        ),
         read_back=int(verified.evidence[0].split()[0]) if verified.outcome == "held" else 0,
         figures=verdict.figures,
     )
@@ -61,15 +71,17 @@ def summed_up(seed: int, kept: Kept) -> Killed:
 
 def page(known: Sequence[Killed]) -> str:
     """Return the page: a row for each commit and what died, and each seed that went wrong."""
+    runs = [one for one in known if not one.failed]
     head = ("commit", "seeds", "killed", "runs", "survived", "READY read back", "longest end_step, s", "next step, s")
-    groups = sorted({(one.commit, one.victim) for one in known})
-    rows = [_row([one for one in known if (one.commit, one.victim) == group]) for group in groups]
-    trouble = [f"- seed {one.seed}, {one.victim}: {', '.join(one.broken) or one.hung}" for one in known if not one.good]
+    groups = sorted({(one.commit, one.victim) for one in runs})
+    rows = [_row([one for one in runs if (one.commit, one.victim) == group]) for group in groups]
+    trouble = [f"- seed {one.seed}, {one.victim}: {_reason(one)}" for one in runs if not one.good]
+    trouble += [f"- seed {one.seed} failed before anything was killed: {one.failed}" for one in known if one.failed]
     return (
         "# Kills at random moments\n\n"
-        f"Written by `make kills`: {sum(one.good for one in known)} of {len(known)} kills were survived. READY "
-        f"checkpoints lost or damaged in {_count(known, LOST)} of them, wrong bytes in {_count(known, WRONG)}, hung: "
-        f"{sum(bool(one.hung) for one in known)}. {sum(one.read_back for one in known)} READY checkpoints were read "
+        f"Written by `make kills`: {sum(one.good for one in runs)} of {len(runs)} kills were survived. READY "
+        f"checkpoints lost or damaged in {_count(runs, LOST)} of them, wrong bytes in {_count(runs, WRONG)}, hung: "
+        f"{sum(bool(one.hung) for one in runs)}. {sum(one.read_back for one in runs)} READY checkpoints were read "
         f"back in full. Python {platform.python_version()}, {platform.machine()}, {os.cpu_count()} CPUs that others "
         "use too.\n\n"
         "Each is a run of the scenario `kill-any` on real processes: the seed draws what dies, and at which moment of "
@@ -78,6 +90,10 @@ def page(known: Sequence[Killed]) -> str:
         + ("\n\n## What went wrong\n\n" + "\n".join(trouble) if trouble else "")
         + "\n"
     )
+
+
+def _reason(one: Killed) -> str:
+    return one.hung or ", ".join((*one.broken, *one.unproved))
 
 
 def _count(known: Sequence[Killed], promises: set[str]) -> int:
@@ -99,10 +115,14 @@ def _row(those: Sequence[Killed]) -> tuple[str, ...]:
 
 
 def recorded(state: Path) -> list[Killed]:
-    """Return what is known of earlier runs."""
-    return (
-        [msgspec.json.decode(line, type=Killed) for line in state.read_bytes().splitlines()] if state.exists() else []
-    )
+    """Return what is known of earlier runs, of each seed what came last."""
+    lines = state.read_bytes().splitlines() if state.exists() else []
+    return list({one.seed: one for one in (msgspec.json.decode(line, type=Killed) for line in lines)}.values())
+
+
+def to_run(seeds: range, known: Sequence[Killed]) -> list[int]:
+    """Return the seeds of which nothing is known but that a run failed before anything was killed."""
+    return sorted({*seeds} - {one.seed for one in known if not one.failed})
 
 
 def main() -> int:
@@ -113,7 +133,8 @@ def main() -> int:
     STATE.parent.mkdir(exist_ok=True)
     known = recorded(STATE)
     with Stage() as stage:
-        for seed in sorted({*range(begin, end)} - {one.seed for one in known}):
+        for seed in to_run(range(begin, end), known):
+            known = [one for one in known if one.seed != seed]
             known.append(summed_up(seed, tried(SCENARIO, stage, seed=seed)))
             with STATE.open("ab") as stream:
                 stream.write(msgspec.json.encode(known[-1]) + b"\n")
