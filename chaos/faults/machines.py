@@ -98,7 +98,10 @@ class Fill(Base):
         killed = site.kill_node(name)
         site.start(self.fault.target)
         self._filler = memory / "of-somebody-else"
-        taken = _take(self._filler, _free(memory) - size * _SLOTS // 2)
+        room = _free(memory) - size * _SLOTS // 2
+        if room <= 0:
+            raise NotFiredError("its memory is too small")
+        taken = _take(self._filler, room)
         refused = _refusal(memory / "more", size * _SLOTS)
         statuses = ", ".join(f"{what} ended with status {status}" for what, status in killed.items())
         self._said = f"{statuses}; {taken} bytes of its memory are taken, {size * _SLOTS} more: {refused}" * bool(

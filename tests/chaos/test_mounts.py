@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,11 +21,12 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture
 def mounts(tmp_path: Path) -> Iterator[Mounts]:
+    probe = directory(tmp_path, "probe")
+    probed = subprocess.run(["mount", "-t", "tmpfs", "tmpfs", probe], capture_output=True, text=True, check=False)
+    if probed.returncode:
+        pytest.skip(f"nothing can be mounted here: {probed.stderr}")
+    subprocess.run(["umount", probe], check=True)
     mounts = Mounts()
-    try:
-        mounts.memory(directory(tmp_path, "probe"), mib=1)
-    except LiveError as error:
-        pytest.skip(str(error))
     yield mounts
     mounts.remove_all()
     assert not [line for line in Path("/proc/self/mounts").read_text().splitlines() if str(tmp_path) in line]
@@ -43,6 +45,7 @@ def write(path: Path, *, synced: bool) -> None:
             os.fsync(stream.fileno())
 
 
+@pytest.mark.skipif(not Path("/dev/loop-control").exists(), reason="a disk in a file takes loop devices")
 def test_a_disk_whose_power_fails_has_forgotten_files_and_names_that_were_not_synced(
     mounts: Mounts, tmp_path: Path
 ) -> None:
