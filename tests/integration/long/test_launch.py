@@ -223,4 +223,4 @@ def test_an_agent_that_is_killed_while_nodes_meet_leaves_the_others_a_world(
         job.trains(2, not_before=ranks)
         job.finish()
         log = (tmp_path / "agent-a.log").read_text()
-    assert log.count("agents have met in vain") == 2
+    assert log.count("agents have met in vain") >= 2
