@@ -17,10 +17,16 @@ from toprope.store.log.records import Attempt
 
 UNANSWERED_MAX = 5
 """How often the store may not answer about a step, or an object of it, before a newer step goes first."""
-STEPS_MAX = 32
-"""So many steps are remembered while none becomes READY; a sidecar lists the newest 8 of each rank."""
 LEAST_READ_BYTES_PER_S = 20e6
 """Nodes that read objects back more slowly than this are not waited for: the coordinator reads them itself."""
+
+
+def steps_max(world_size: int) -> int:
+    """Return how many steps are remembered while none becomes READY: of few ranks more, for it is receipts that cost.
+
+    A sidecar lists the newest 8 of each rank: a rank that is behind is waited for here.
+    """
+    return min(256, max(32, 100_000 // world_size))
 
 
 class Book(NamedTuple):
@@ -67,6 +73,9 @@ class Commits:
     """All tasks of the step under way, and what they were assigned by."""
     _written: dict[str, Receipt] = field(default_factory=dict)
     """All receipts by key."""
+    _behind: str = ""
+    """Why steps were passed over while none was complete; empty: none were."""
+    _said_behind: bool = False
 
     def collect(self, inventory: Inventory) -> None:
         """Note the receipts and read-backs that a node tells of; nobody vouches for what it wrote itself."""
@@ -80,8 +89,8 @@ class Commits:
                 if copy.key not in by_key:
                     by_key[copy.key] = self._written[copy.key] = Receipt(node=inventory.node, copy=copy)
                     self._books.pop(copy.step, None)
-        if len(self.receipts) > STEPS_MAX:
-            self._pass_over()
+        if len(self.receipts) > steps_max(attempt.world_size):
+            self._pass_over(attempt.world_size)
         for result in inventory.read_backs:
             receipt = self._written.get(result.key)
             if receipt and receipt.node != inventory.node and receipt.copy.stored_digest == result.digest:
@@ -90,11 +99,19 @@ class Commits:
     def _matters(self, step: int) -> bool:
         return step > self.last_step and (step > self.passed_over or step in self.receipts)
 
-    def _pass_over(self) -> None:
-        """Forget the oldest steps, but for the newest that is complete: it may be the only one that ever is."""
-        newest = sorted(self.receipts)[-STEPS_MAX:]
-        complete = max(self._complete(), default=0)
+    def _pass_over(self, world_size: int) -> None:
+        """Forget the oldest steps, but for the newest that can become READY: it may be the only one that ever can."""
+        newest = sorted(self.receipts)[-steps_max(world_size) :]
+        complete = max((step for step in self._complete() if step not in self.dead), default=0)
         self.passed_over = newest[0] - 1
+        if not complete and not self._behind:
+            of_rank = {rank: step for step in sorted(self.receipts) for rank in self.receipts[step]}
+            last = min(range(world_size), key=lambda rank: of_rank.get(rank, 0))
+            self._behind = (
+                f"none of {len(self.receipts)} steps was written by all ranks and can become READY: step "
+                f"{self.passed_over} and those before are given up; furthest behind is rank {last}, which wrote step "
+                f"{of_rank.get(last, 0)} last: look at its node's way to the object store"
+            )
         self._remember({*newest, complete, self.under_way, self.committing})
 
     def _complete(self) -> list[int]:
@@ -151,6 +168,9 @@ class Commits:
         """Return what is to be done next; ``readers`` are the nodes that can read back."""
         if self.attempt is None or self.committing:
             return []
+        if self._behind and not self._said_behind:
+            self._said_behind = True
+            return [Say(level="error", text=self._behind)]
         steps = [step for step in self._complete() if step > last_step]
         step = readiness.next_step(steps, dead=self.dead, under_way=self.under_way)
         if step != self.under_way:
