@@ -166,11 +166,17 @@ class Commits:
 
     def steer(self, *, last_step: int, readers: Sequence[str], now_s: float) -> list[Effect]:
         """Return what is to be done next; ``readers`` are the nodes that can read back."""
+        return [*self._say_behind(), *self._go_on(last_step=last_step, readers=readers, now_s=now_s)]
+
+    def _say_behind(self) -> list[Effect]:
+        if not self._behind or self._said_behind:
+            return []
+        self._said_behind = True
+        return [Say(level="error", text=self._behind)]
+
+    def _go_on(self, *, last_step: int, readers: Sequence[str], now_s: float) -> list[Effect]:
         if self.attempt is None or self.committing:
             return []
-        if self._behind and not self._said_behind:
-            self._said_behind = True
-            return [Say(level="error", text=self._behind)]
         steps = [step for step in self._complete() if step > last_step]
         step = readiness.next_step(steps, dead=self.dead, under_way=self.under_way)
         if step != self.under_way:
