@@ -133,8 +133,7 @@ class Core:
                 self.outage.reached(why=event.why, now_s=event.now_s)
                 return []
             case Learned():
-                self.outage.learned(event)
-                return self._look_ahead(event.now_s)
+                return self._learned(event)
             case EnterEnded():
                 self.outage.entering = False
                 return []
@@ -219,6 +218,12 @@ class Core:
         silence_s = self.settings.silence_s + SILENT_ROUNDS * report_every_s(len(nodes))
         silent = [node.name for node in nodes if now_s - node.heard_s >= silence_s]
         return [effect for name in self._asking.turn(silent, now_s=now_s) for effect in self._probe(name)]
+
+    def _learned(self, event: Learned) -> list[Effect]:
+        self.outage.learned(event)
+        untold = self.outage.untold(self.logged, self.roll.nodes)
+        said = [effect for node, text in untold.items() for effect in self._say("error", f"untold {node}", text)]
+        return [*said, *self._look_ahead(event.now_s)]
 
     def _log_moved(self, log_view: LogView, now_s: float) -> list[Effect]:
         if log_view.state.n <= self.logged.state.n:

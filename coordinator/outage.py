@@ -26,6 +26,9 @@ from toprope.store.log.records import Attempt, AttemptFacts
 CHAIN_BYTES_MAX = 4 * 1024 * 1024
 """A proposal carries all that must come into the log before it, in a document that has a limit."""
 
+UNHEARD_MAX = 10
+"""So often a node that lists an adoption may give no answer when it is asked for it, before nothing waits for it."""
+
 
 @dataclass(slots=True, kw_only=True)
 class Outage:
@@ -37,6 +40,7 @@ class Outage:
     operator has declared dead, while the current attempt is placed on them and they do not answer. ``entering``: one of
     ``pending`` is being appended, and what came of it is not known yet. ``learning``: the nodes that were asked since
     the last tick for what they have adopted. ``adopted``: by node the attempts that it has adopted.
+    ``unheard``: by node how often it gave no answer when it was asked for them, since it last did.
     """
 
     proceeds: bool
@@ -49,6 +53,7 @@ class Outage:
     entering: bool = False
     learning: set[str] = field(default_factory=set)
     adopted: dict[str, tuple[Adopted, ...]] = field(default_factory=dict)
+    unheard: dict[str, int] = field(default_factory=dict)
 
     def note(self, inventory: Inventory) -> None:
         """Take in what a node has adopted."""
@@ -56,6 +61,7 @@ class Outage:
             self.adopted[inventory.node] = inventory.adopted
         else:
             self.adopted.pop(inventory.node, None)
+            self.unheard.pop(inventory.node, None)
 
     def reached(self, *, why: str, now_s: float) -> None:
         """Take in whether the log could be reached just now; ``why`` it could not, else empty."""
@@ -145,6 +151,27 @@ class Outage:
                 number = view.state.attempt_number
                 yield from ((node, one) for one in adopted if one.number > number and not self._knows(one.uid))
 
+    def _awaited(self, view: LogView, nodes: Mapping[str, Node]) -> Iterator[tuple[str, Adopted]]:
+        """Yield those of the unknown ones that their nodes may tell of yet.
+
+        A node whose reports come and whose port can't be reached is like one that is gone: it is asked again and again,
+        and what it tells then is taken in, but nothing waits for it.
+        """
+        yield from ((node, one) for node, one in self._unknown(view, nodes) if not self._mute(node))
+
+    def untold(self, logged: LogView, nodes: Mapping[str, Node]) -> dict[str, str]:
+        """Return what to say of the nodes that nothing waits for any more, by node."""
+        return {
+            node: f"node {node} has adopted attempt {one.number} (uid {one.uid[:8]}), decided without the log, and "
+            f"does not answer at {nodes[node].url} when asked for it: nothing waits for it any more, and once another "
+            f"attempt {one.number} is opened what it saved is lost; mend the way from the coordinator to that address"
+            for node, one in self._unknown(logged, nodes)
+            if self._mute(node)
+        }
+
+    def _mute(self, node: str) -> bool:
+        return self.unheard.get(node, 0) >= UNHEARD_MAX
+
     def _knows(self, uid: str) -> bool:
         return uid in self.pending or uid in self.fenced
 
@@ -153,10 +180,11 @@ class Outage:
 
         One that follows an attempt which nobody knows can't come there: nothing waits for it.
         """
-        return self.next_to_open(logged) is not None or any(True for _ in self._unknown(logged, nodes))
+        return self.next_to_open(logged) is not None or any(True for _ in self._awaited(logged, nodes))
 
     def learned(self, event: Learned) -> None:
         """Take in what a node has adopted, all of it; whoever did not say is asked again at the next tick."""
+        self.unheard[event.node] = self.unheard.get(event.node, 0) + 1 if event.adopted is None else 0
         for one in (each for last in event.adopted or () for each in (*last.before, last)):
             if not self._knows(one.uid):
                 self.pending[one.uid] = msgspec.structs.replace(one, before=())
@@ -201,7 +229,7 @@ class Outage:
         """Return why nothing may be decided beside or after what is on its way."""
         if event.unsure:
             return "a record that was being appended when it went away may be there yet"
-        if unknown := {node for node, _ in self._unknown(known.log_view, known.roll.nodes)}:
+        if unknown := {node for node, _ in self._awaited(known.log_view, known.roll.nodes)}:
             return f"these nodes have adopted what is not known here yet: {', '.join(sorted(unknown))}"
         if len(msgspec.json.encode(self._chain())) > CHAIN_BYTES_MAX:
             return f"it must take the {len(self._chain())} attempts first that were opened without it"

@@ -177,6 +177,7 @@ def _outage_alarms(core: Core, now_s: float) -> tuple[str, ...]:
     if (one := outage.next_to_open(core.log_view)) is not None and away_s:
         nodes = ", ".join(outage.missing(one, core.log_view))
         alarms.append(f"attempt {one.number} waits for these nodes to adopt it: {nodes}")
+    alarms += outage.untold(core.logged, core.roll.nodes).values()
     alarms += [outage.fate(uid) for uid in outage.fenced]
     return tuple(alarms)
 
