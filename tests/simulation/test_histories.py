@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import random
 import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import msgspec
 import pytest
@@ -15,10 +17,38 @@ from toprope.__main__ import main
 from toprope.chaos.sim import search
 from toprope.chaos.sim.history import Outcome, run
 from toprope.chaos.sim.mutants import MUTANTS
-from toprope.chaos.sim.options import Options, Trouble
+from toprope.chaos.sim.options import OUTAGE, PAIR, READERS, SMALL, Options, Trouble, draw
 from toprope.chaos.sim.shrink import Story, shrunk
 
 _DIGESTS = "from toprope.chaos.sim.history import run; print([run(seed).digest for seed in (3, 5, 8)])"
+
+SELDOM: dict[str, tuple[int, dict[str, Any]]] = {
+    "a coordinator learned what was opened without the log": (55, OUTAGE),
+    "a hold was left behind": (
+        16,
+        {**READERS, "faults": ("reader",), "chaos_s": 30.0, "between_s": 0.7, "step_s": 0.5},
+    ),
+    "a read-back found damage": (
+        0,
+        {**PAIR, "faults": ("kill rank",), "store_fault": 0.1, "chaos_s": 30.0, "between_s": 6.0, "step_s": 1.5},
+    ),
+    "a source was struck off": (
+        19,
+        {**SMALL, "faults": ("flip", "flip", "flip", "kill rank"), "store_fault": 0.2, "copies": 0, "between_s": 0.7},
+    ),
+    "an attempt opened without the log was fenced off": (
+        3,
+        {
+            **OUTAGE,
+            "some_of": (),
+            "faults": ("lone outage", "lone outage", "kill rank"),
+            "store_fault": 0.0,
+            "retain": "",
+        },
+    ),
+    "the store went away while a record was appended": (51, OUTAGE),
+}
+"""A seed for each, and what is narrowed, so that it happens."""
 
 
 @pytest.mark.slow
@@ -32,6 +62,14 @@ def test_a_thousand_histories_break_no_promise_and_meet_all_troubles(
     )
     assert found.broken == [], "\n".join(str(outcome) for outcome in found.broken)
     assert [what for what in found.never() if what not in search.SELDOM] == []
+
+
+@pytest.mark.parametrize("what", search.SELDOM)
+def test_what_a_search_seldom_meets_breaks_no_promise_either(what: str) -> None:
+    seed, narrow = SELDOM[what]
+    outcome = run(seed, draw(random.Random(seed), **narrow))
+    assert outcome.counts[what] > 0, "look for another seed"
+    assert outcome.invariant == "", outcome
 
 
 def test_a_scan_refuses_a_local_file_that_was_damaged() -> None:
