@@ -91,7 +91,7 @@ async def test_a_coordinator_takes_a_node_for_dead_that_it_knows_and_names_those
         assert core.outage.dead == {}
         assert await live.ckpt("declare-dead", "n1", *words) == 0
         assert await live.ckpt("declare-dead", "spare", *words) == 0
-        assert core.outage.dead == {"n1": f"{1:032x}", "spare": ""}
+        assert core.outage.dead == {"n1": f"{1:032x}"}, "the attempt is placed on no spare"
         capsys.readouterr()
         reign._over = True
         assert await live.ckpt("declare-dead", "n0", *words) == 4

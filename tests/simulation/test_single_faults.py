@@ -22,7 +22,7 @@ from toprope.chaos.sim.journey import Call, Cell
 
 @dataclass(frozen=True, slots=True)
 class Medium:
-    """What is called. ``make test`` runs one of ``in_short`` cells, and with it each kind; ``make test-long`` all."""
+    """What is called. ``make test`` runs one of ``in_short`` cells of each kind; ``make test-long`` all."""
 
     calls: Callable[[], tuple[Call, ...]]
     kinds: Callable[[Call], tuple[str, ...]]
@@ -31,6 +31,13 @@ class Medium:
 
     def cells(self) -> list[tuple[int, str]]:
         return [(at, kind) for at, call in enumerate(self.calls()) for kind in self.kinds(call)]
+
+    def some_cells(self) -> list[tuple[int, str]]:
+        by_kind: dict[str, list[tuple[int, str]]] = {}
+        for cell in self.cells():
+            by_kind.setdefault(cell[1], []).append(cell)
+        parts = [cells[at % len(cells) :: self.in_short] for at, cells in enumerate(by_kind.values())]
+        return [cell for part in parts for cell in part]
 
 
 MEDIA = {
@@ -76,7 +83,7 @@ def check(name: str, done: Iterable[Cell]) -> str:
 @pytest.mark.parametrize("name", MEDIA)
 def test_a_part_of_all_faults_at_all_calls_breaks_no_promise(name: str) -> None:
     medium = MEDIA[name]
-    cells = medium.cells()[:: medium.in_short]
+    cells = medium.some_cells()
     print(check(name, (struck(name, cell) for cell in cells)))  # noqa: T201 - the figure, which pytest shows with -s
     assert {kind for _, kind in cells} == {kind for _, kind in medium.cells()}
 

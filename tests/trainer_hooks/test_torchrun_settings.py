@@ -19,7 +19,15 @@ def test_several_nodes_meet_at_the_store_of_nobody() -> None:
     assert safe_words(elastic(endpoint="h:1"), rendezvous="") == safe_words(elastic(), rendezvous="h:1")
 
 
-@pytest.mark.parametrize("asked", [Asked(nodes="1"), Asked(nodes="1:1"), Asked(nodes="1", endpoint="localhost:0"), Asked(nodes="1:2", standalone=True)])
+@pytest.mark.parametrize(
+    "asked",
+    [
+        Asked(nodes="1"),
+        Asked(nodes="1:1"),
+        Asked(nodes="1", endpoint="localhost:0"),
+        Asked(nodes="1:2", standalone=True),
+    ],
+)
 def test_one_node_hosts_its_own_rendezvous(asked: Asked) -> None:
     assert safe_words(asked, rendezvous="") == ["--rdzv-backend=toprope", "--rdzv-endpoint=localhost:0"]
 
