@@ -26,7 +26,7 @@ from toprope.store.log.records import Attempt, AttemptFacts
 CHAIN_BYTES_MAX = 4 * 1024 * 1024
 """A proposal carries all that must come into the log before it, in a document that has a limit."""
 
-UNHEARD_MAX = 10
+UNHEARD_MAX = 60
 """So often a node that lists an adoption may give no answer when it is asked for it, before nothing waits for it."""
 
 
