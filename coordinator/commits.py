@@ -185,14 +185,15 @@ class Commits:
             return []
         book = self._book(step)
         assert book is not None, f"step {step} was complete"
+        written = book.written
         newest = readiness.next_step(steps, dead=self.dead, under_way=0)
-        why = readiness.spoiled(book.written, self.found)
-        if why := why or self._given_up(step, book.written, newest=newest):
+        why = readiness.spoiled(written, self.found)
+        if why := why or self._given_up(step, written, newest=newest):
             self.dead[step] = why
             return [Say(level="error", text=f"step {step} can't become READY: {why}")]
         if now_s < self.not_before_s:
             return []
-        if all(receipt.copy.key in self.found for receipt in book.written):
+        if all(receipt.copy.key in self.found for receipt in written):
             self.committing = step
             return [Commit(intent=self._intent(step, book))]
         tasks = self.tasks(readers=readers, now_s=now_s)

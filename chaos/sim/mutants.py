@@ -41,6 +41,8 @@ class Mutant:
 
 YES = True
 _NO_OWN_CHECK = {("toprope.store.log.chain", "violation"): s.always(None)}
+_NOTHING_ELSE: dict[str, Any] = {**OUTAGE, "some_of": (), "store_fault": 0.0}
+"""Outages, and beside them only what a mutant names."""
 
 MUTANTS: tuple[Mutant, ...] = (
     Mutant(
@@ -327,10 +329,8 @@ MUTANTS: tuple[Mutant, ...] = (
         seed=15,
         patches={("toprope.store.log.fold", "_broken_by_delay"): s.always(None)},
         narrow={
-            **OUTAGE,
-            "some_of": (),
+            **_NOTHING_ELSE,
             "faults": ("lone outage", "lone outage", "kill rank"),
-            "store_fault": 0.0,
             "retain": "",
         },
     ),
@@ -345,10 +345,8 @@ MUTANTS: tuple[Mutant, ...] = (
             ("toprope.coordinator.outage", "Outage._unknown"): s.nothing_more,
         },
         narrow={
-            **OUTAGE,
-            "some_of": (),
+            **_NOTHING_ELSE,
             "faults": ("store outage", "store outage", "kill rank", "kill coordinator"),
-            "store_fault": 0.0,
             "between_s": 1.0,
             "chaos_s": 30.0,
         },
@@ -360,10 +358,8 @@ MUTANTS: tuple[Mutant, ...] = (
         seed=13,
         patches={("toprope.coordinator.opener", "Opener._is_unsure"): s.always(not YES)},
         narrow={
-            **OUTAGE,
-            "some_of": (),
+            **_NOTHING_ELSE,
             "faults": ("late outage", "kill rank"),
-            "store_fault": 0.0,
             "retain": "last=1",
         },
     ),
@@ -374,10 +370,8 @@ MUTANTS: tuple[Mutant, ...] = (
         seed=13,
         patches={("toprope.coordinator.performer", "Coordinator._held_up"): s.always(not YES)},
         narrow={
-            **OUTAGE,
-            "some_of": (),
+            **_NOTHING_ELSE,
             "faults": ("late outage", "store outage", "kill rank"),
-            "store_fault": 0.0,
             "retain": "last=1",
         },
     ),

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from tests.coordinator.test_log_outage import AGAIN, THIRD, away, opened, waits
-from tests.support.reigns import Reign, copy_of
+from tests.coordinator.test_log_outage import AGAIN, THIRD, away, opened, opened_twice, waits
+from tests.support.reigns import Reign
 
 from toprope.coordinator import outage
 from toprope.coordinator.effects import Enter, Learn
@@ -15,14 +15,7 @@ from toprope.coordinator.wire import Provisional
 def chain_of_two() -> tuple[Reign, Provisional, Provisional]:
     """Return a reign with two attempts that the log does not have, both adopted by a and b."""
     reign = away()
-    first = opened(reign)
-    reign.verdict_of(first)
-    for rank, name in enumerate("ab"):
-        reign.nodes[name].copies.append(copy_of(first.uid, 8, rank, "memory", attempt=2))
-    reign.end_trainers()
-    assert reign.ask("a", "b", launch_id=THIRD) is None
-    reign.adopt("a", "b")
-    assert reign.answers[reign.requests].attempt is not None
+    opened_twice(reign)
     one, two = reign.nodes["a"].adopted
     return reign, one, two
 

@@ -46,6 +46,20 @@ def opened(reign: Reign) -> AttemptView:
     return answer.attempt
 
 
+def opened_twice(reign: Reign) -> tuple[AttemptView, AttemptView]:
+    """Return two attempts that are opened without the log, adopted by both nodes: the second goes on from the first."""
+    first = opened(reign)
+    reign.verdict_of(first)
+    for rank, name in enumerate("ab"):
+        reign.nodes[name].copies.append(copy_of(first.uid, 8, rank, "memory", attempt=2))
+    reign.end_trainers()
+    assert reign.ask("a", "b", launch_id=THIRD) is None
+    reign.adopt("a", "b")
+    second = reign.answers[reign.requests].attempt
+    assert second is not None
+    return first, second
+
+
 def waits(answer: OpenAnswer | None) -> str:
     assert answer is not None
     assert answer.code == "unavailable", answer
@@ -124,15 +138,7 @@ def test_nothing_of_it_becomes_ready_before_that() -> None:
 
 def test_a_chain_of_them_is_appended_in_order() -> None:
     reign = away()
-    first = opened(reign)
-    reign.verdict_of(first)
-    for rank, name in enumerate("ab"):
-        reign.nodes[name].copies.append(copy_of(first.uid, 8, rank, "memory", attempt=2))
-    reign.end_trainers()
-    assert reign.ask("a", "b", launch_id=THIRD) is None
-    reign.adopt("a", "b")
-    second = reign.answers[reign.requests].attempt
-    assert second is not None
+    first, second = opened_twice(reign)
     assert (second.number, second.source_attempt_uid, second.from_step) == (3, first.uid, 8)
     reign.log_away("")
     assert [one.uid for one in reign.state.attempts[1:]] == [first.uid, second.uid]
