@@ -133,7 +133,8 @@ class Documents:
     async def watch_desired(self) -> None:
         """Hear the coordinator's document by HTTP: at once while no broker brings it, now and then while one does.
 
-        For the broker may be connected here and cut off from the coordinator.
+        For the broker may be connected here and cut off from the coordinator, or drop what it had acknowledged, since too
+        much waits for the coordinator already. So what was published is told again then.
         """
         while True:
             before = self._core.desired
@@ -143,7 +144,11 @@ class Documents:
                     if not self._broker.connected():
                         break
                 before = None
+            published = self._core.published if before is None else None
             with self._asking():
-                self.take_desired(await self._coordinator.get_desired(newer_than=before))
+                if published is not None:
+                    self.take_desired(await self._coordinator.put_inventory(published))
+                else:
+                    self.take_desired(await self._coordinator.get_desired(newer_than=before))
             if self._core.desired is before:
                 await asyncio.sleep(RETRY_S)

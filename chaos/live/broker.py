@@ -15,6 +15,7 @@ listener {port} 127.0.0.1
 allow_anonymous true
 persistence false
 set_tcp_nodelay true
+max_queued_messages 0
 log_dest stderr
 user {user}
 """

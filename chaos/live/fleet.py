@@ -172,7 +172,7 @@ class Fleet:
             await asyncio.sleep(0.005)
 
     async def _check(self) -> None:
-        """Ask the coordinator by HTTP now and then, each node in its turn, as a sidecar does, broker or not."""
+        """Tell the coordinator by HTTP now and then, each node in its turn, as a sidecar does, broker or not."""
         async with asyncio.TaskGroup() as tasks:
             for node in self.nodes.values():
                 tasks.create_task(self._check_one(node))
@@ -180,16 +180,25 @@ class Fleet:
     async def _check_one(self, node: Node) -> None:
         await asyncio.sleep(self._rng.random() * RETRY_S * HTTP_CHECK_ROUNDS)
         while True:
-            await self._ask(node)
+            await (self._tell_again(node) if node.published_s else self._ask(node))
             pace_s = 0.0 if node.desired is None else node.desired.report_every_s
             await asyncio.sleep((RETRY_S + pace_s) * HTTP_CHECK_ROUNDS)
 
     async def _ask(self, node: Node) -> None:
-        async with self._session.get(f"{self._coordinator}/v1/desired?node={node.name}") as answer:
-            body = await answer.read()
-            if answer.status == 200:  # noqa: PLR2004 - HTTP's ok
-                self._take(node, decode(body, Desired, limit=MAX_DESIRED_BYTES))
-                self._count("desired by HTTP", len(body))
+        path = f"{self._coordinator}/v1/desired?node={node.name}"
+        async with self._session.get(path) as answer:
+            self._answered(node, answer.status, await answer.read())
+
+    async def _tell_again(self, node: Node) -> None:
+        body = encode(node.inventory())
+        self._count("inventory by HTTP", len(body))
+        async with self._session.put(f"{self._coordinator}/v1/nodes/{node.name}/inventory", data=body) as answer:
+            self._answered(node, answer.status, await answer.read())
+
+    def _answered(self, node: Node, status: int, body: bytes) -> None:
+        if status == 200:  # noqa: PLR2004 - HTTP's ok
+            self._take(node, decode(body, Desired, limit=MAX_DESIRED_BYTES))
+            self._count("desired by HTTP", len(body))
 
     async def _asked(self, request: web.Request) -> web.Response:
         body = encode(self.nodes[request.match_info["node"]].inventory())

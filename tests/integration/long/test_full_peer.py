@@ -13,7 +13,7 @@ from toprope.chaos.live.processes import wait_until
 from toprope.sidecar.memory import used_bytes
 
 MIB = 1 << 20
-STATE_MIB, ROOM_MIB = 50, 10
+STATE_MIB, ROOM_MIB = 500, 100
 pytestmark = [pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(200)]
 
 
@@ -27,10 +27,11 @@ def protected(cluster: Cluster) -> int:
     return 0 if desired is None else desired.protected_step
 
 
+@pytest.mark.fault("B132")
 def test_a_peer_that_is_full_takes_no_byte_and_another_one_holds_the_copies(
     tmp_path: Path, fork_server: ForkServer, services: ForkedServices
 ) -> None:
-    often = Cadences(every=2, local_every=32, object_every=32)
+    often = Cadences(every=2, local_every=512, object_every=512)
     with Cluster(directory=tmp_path, job="full", cadences=often, launch=services) as cluster:
         cluster.sidecar_words["b"] = (f"--memory={ROOM_MIB * MIB}",)
         cluster.start_broker()

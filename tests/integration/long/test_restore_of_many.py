@@ -26,6 +26,7 @@ def read_by_sidecar(cluster: Cluster) -> int:
     return next(int(line.split()[1]) for line in lines if line.startswith("rchar:"))
 
 
+@pytest.mark.fault("B98")
 def test_ranks_that_restore_at_once_each_hold_their_own_shard_and_read_the_store_once(
     tmp_path: Path,
     fork_server: ForkServer,
