@@ -10,6 +10,7 @@ from toprope.coordinator.effects import Answer, Append, Effect, Prepare
 from toprope.coordinator.events import Asked, OpenFailed, Prepared
 from toprope.coordinator.intents import OpenAttempt
 from toprope.coordinator.log_view import LogView
+from toprope.coordinator.restore_choice import Offer
 from toprope.coordinator.roll import Node, Roll
 from toprope.coordinator.wire import AttemptView, Copy, OpenAnswer, OpenRequest
 from toprope.store.log.records import Attempt
@@ -58,10 +59,15 @@ class Requests:
         return [Answer(request_id=event.request_id, answer=OpenAnswer(code="busy", text=text))]
 
     def decide(self, event: Prepared, known: Known, *, objects: Sequence[Copy]) -> list[Effect]:
-        """Decide the request, now that all nodes were asked; ``objects`` are the shard objects that are known of."""
+        """Decide the request, now that all nodes were asked; ``objects`` are the shard objects that are known of.
+
+        If a step has become READY meanwhile, or one that was offered is none to begin from any more, all is asked anew.
+        """
         request = self.deciding
         assert request is not None
         assert event.offers is not None
+        if not _are_all(event.offers, seqs=_ready_seqs(known)):
+            return [_prepare(known)]
         answered = self.answered(event, known.roll)
         decided: OpenAttempt | OpenAnswer | None = opening.hindrance(
             request, known.log_view, known.roll.nodes, answered
@@ -124,11 +130,21 @@ class Requests:
 
 
 def _prepare(known: Known) -> Prepare:
-    state = known.log_view.state
-    struck = {*state.struck, *opening.striking(known.log_view, known.progress)}
     return Prepare(
         nodes=tuple((node.name, node.url) for node in known.roll.all()),
-        ready_seqs=None
-        if known.without_log
-        else tuple(seq for seq, ready in state.restorable() if (ready.attempt_uid, ready.step) not in struck),
+        ready_seqs=None if known.without_log else _ready_seqs(known),
     )
+
+
+def _ready_seqs(known: Known) -> tuple[int, ...]:
+    """Return the READYs that an attempt may begin from, newest first."""
+    state = known.log_view.state
+    struck = {*state.struck, *opening.striking(known.log_view, known.progress)}
+    return tuple(seq for seq, ready in state.restorable() if (ready.attempt_uid, ready.step) not in struck)
+
+
+def _are_all(offers: Sequence[Offer], *, seqs: tuple[int, ...]) -> bool:
+    """Say whether offers are what there is of these READYs: all, newest first, down to the first that is whole."""
+    offered = tuple(offer.seq for offer in offers if offer.seq is not None)
+    whole = any(offer.seq is not None and not offer.damage for offer in offers)
+    return offered == (seqs[: len(offered)] if whole else seqs)

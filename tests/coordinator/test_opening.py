@@ -7,7 +7,7 @@ import pytest
 from tests.support.reigns import JOB, LAUNCH, SPEC, FakeNode, Reign, copy_of, training, two_nodes
 
 from toprope.coordinator import spec as specs
-from toprope.coordinator.effects import Answer, Append
+from toprope.coordinator.effects import Answer, Append, Prepare
 from toprope.coordinator.events import Asked, OpenFailed
 from toprope.coordinator.wire import Copy, Kept, Member, OpenAnswer, OpenRequest
 from toprope.store.log.records import Job, Taint
@@ -454,6 +454,25 @@ def test_a_damaged_ready_step_is_passed_over_with_the_reason() -> None:
     assert (view.source, view.from_step) == ("ready", 2)
     assert reign.state.attempt is not None
     assert "another SHA-256" in reign.state.attempt.why
+
+
+def test_a_step_that_becomes_ready_while_a_launch_is_decided_is_not_passed_over() -> None:
+    reign = training()
+    committed(reign, 2)
+    reign.end_trainers()
+    for node in reign.nodes.values():
+        node.copies = []
+    reign.held_back = {Prepare}
+    assert reign.ask("a", "b", launch_id=OTHER) is None
+    committed(reign, 4)
+    for node in reign.nodes.values():
+        node.copies = []
+    reign.hear()
+    reign.core.commits.receipts.clear()
+    reign.release()
+    view = reign.answers[reign.requests].attempt
+    assert view is not None
+    assert (view.source, view.from_step) == ("ready", 4), "all nodes were asked before step 4 was READY"
 
 
 def test_objects_that_garbage_collection_may_take_are_nothing_to_begin_from() -> None:
