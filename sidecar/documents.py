@@ -133,8 +133,8 @@ class Documents:
     async def watch_desired(self) -> None:
         """Hear the coordinator's document by HTTP: at once while no broker brings it, now and then while one does.
 
-        For the broker may be connected here and cut off from the coordinator, or drop what it had acknowledged, since too
-        much waits for the coordinator already. So what was published is told again then.
+        For the broker may be connected here and cut off from the coordinator, or drop what it had acknowledged, since
+        too much waits for the coordinator already. So what was published is told again then.
         """
         while True:
             before = self._core.desired
