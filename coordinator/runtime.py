@@ -19,7 +19,7 @@ from toprope.coordinator.adapters.objects import ThreadedStore
 from toprope.coordinator.basing import pinned_base
 from toprope.coordinator.config import Config
 from toprope.coordinator.ports import Document, Ports, wrapped
-from toprope.coordinator.serving import write_ready_file
+from toprope.coordinator.serving import give_back_large_buffers, settle, write_ready_file
 from toprope.coordinator.settings import Address, Wrap, unwrapped
 from toprope.coordinator.terms import Terms
 from toprope.store.errors import CkptError, NoStoreError, UnavailableError
@@ -40,6 +40,7 @@ async def run(config: Config, wrap: Wrap = unwrapped) -> None:
     Raises:
         CkptError: it can't start, or the log or what it names is not what it should be.
     """
+    give_back_large_buffers()
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
@@ -76,6 +77,7 @@ async def _run(config: Config, wrap: Wrap, stack: AsyncExitStack, stop: asyncio.
     ports = Ports(
         store=ThreadedStore(store), nodes=HttpNodes(client), coordinators=HttpCoordinators(client), connect=connect
     )
+    settle()
     await terms.run(
         wrapped(ports, wrap), url=url, stop=stop, on_serving=lambda: announce_ready(config, url=url, broker=broker)
     )

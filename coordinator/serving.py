@@ -1,8 +1,10 @@
-"""What both services do alike: the token, the ready file, who may ask, how much of an answer is read, a core's door."""
+"""What both services do alike: the token, the ready file, who may ask, how much is read, a core's door, memory."""
 
 from __future__ import annotations
 
 import asyncio
+import ctypes
+import gc
 import hmac
 import json
 import os
@@ -21,6 +23,10 @@ TOKEN_CHARS_MIN = 16
 BODY_S = 10.0
 """How long a request may take to arrive: all of them are small documents."""
 _PIECE_BYTES = 1 << 16
+LARGE_BYTES = 1 << 20
+"""From this size on a buffer has pages of its own. A frame that is packed or unpacked has up to 16 MiB."""
+_M_MMAP_THRESHOLD = -3
+_M_ARENA_MAX = -8
 _E = TypeVar("_E")
 _F = TypeVar("_F")
 AUTHORISED = web.RequestKey("authorised", bool)
@@ -148,3 +154,28 @@ def told(handle: Callable[[_E], tuple[_F, ...]], event: _E, *, tasks: asyncio.Ta
 
 async def _raised(error: Exception) -> None:
     raise error
+
+
+def give_back_large_buffers() -> None:
+    """Have the pages of a large buffer go back to the machine when it is freed, in this process from now on.
+
+    Left alone, glibc takes the largest buffer that was ever freed for the size of a common one, and keeps some such
+    buffers in the heap of each thread that has had one: a sidecar then grows by the frames that it has packed. And all
+    threads share one heap, before the first of them is there: each that had its own would keep what it needed at most,
+    and few allocate at a time here, one at a time holds the interpreter. Another C library than glibc is left as it is.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_MMAP_THRESHOLD, LARGE_BYTES)
+        mallopt(_M_ARENA_MAX, 1)
+
+
+def settle() -> None:
+    """Take all objects that are there for lasting ones, once a process has started and is to serve.
+
+    Left alone, Python looks for old garbage only once there is a quarter as much of it as there is of all else: here as
+    of all that was imported, some MiB. Of what lasts from now on nothing is looked at, so a look costs little.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.collect()  # by what this one leaves it is measured when the next is due

@@ -15,11 +15,10 @@ from dataclasses import dataclass
 import aiohttp
 from aiohttp import web
 
-from toprope.coordinator.serving import NoBroker, write_ready_file
+from toprope.coordinator.serving import NoBroker, give_back_large_buffers, settle, write_ready_file
 from toprope.coordinator.settings import Address, Wrap, unwrapped
 from toprope.coordinator.wire import Presence
 from toprope.sidecar import metrics
-from toprope.sidecar.adapters.allocator import give_back_large_buffers
 from toprope.sidecar.adapters.broker import MqttBroker
 from toprope.sidecar.adapters.coordinator import HttpCoordinator
 from toprope.sidecar.adapters.files import Disk, Pages
@@ -159,6 +158,7 @@ async def _serve(config: SidecarConfig, ground: Ground, wrap: Wrap) -> None:
             running = [tasks.create_task(work) for work in sidecar.endless()]
             if isinstance(broker, MqttBroker):
                 running.append(tasks.create_task(broker.run(sidecar.documents.take_desired)))
+            settle()
             _tell_ready(config, ground)
             await sidecar.stop.wait()
         await sidecar.end(running)

@@ -17,6 +17,7 @@ from toprope.store.checkpoint.ready import read_capped
 from toprope.store.errors import CorruptObjectError, MissingObjectError, StoreError
 from toprope.store.log.chain import read_on
 from toprope.store.log.fold import JobState
+from toprope.store.log.records import Ready
 from toprope.store.look.show import objects_of
 from toprope.store.names import (
     Key,
@@ -91,9 +92,9 @@ def survey(
         objects=tuple(store.list(shards_prefix(job))) + tuple(store.list(manifests_prefix(job))),
         snaps=tuple(store.list(snaps_prefix(job))),
     )
-    state = replace(state, retired=state.retired | as_if_retired)
     frozen = read_on(store, read)
-    frozen = replace(frozen, retired=frozen.retired | as_if_retired)
+    if as_if_retired:
+        state, frozen = (replace(one, retired=one.retired | as_if_retired) for one in (state, frozen))
     held = held_seqs(job, listing.holds) & frozen.retired
     named = set(_named_by_kept(store, frozen, {*state.live, *frozen.live}))
     named |= set(_named_by_held(store, frozen, held))
@@ -109,8 +110,9 @@ def held_seqs(job: str, holds: tuple[Key, ...]) -> AbstractSet[int]:
 
 def plan_gc(state: JobState, listing: Listing, *, named: AbstractSet[str], held: AbstractSet[int]) -> GcPlan:
     """Return which of the listed objects the log condemns, manifests last. Pure."""
-    retired = {(state.readies[seq].attempt, state.readies[seq].step): seq for seq in state.retired}
-    dead = {at: is_dead(state, attempt=at[0], step=at[1]) for at in _steps_of(state.job, listing.objects)}
+    steps = _steps_of(state.job, listing.objects)
+    dead = {at: is_dead(state, attempt=at[0], step=at[1]) for at in steps}
+    retired = {place: seq for seq in state.retired if (place := _place(state.readies[seq])) in steps}
     shards: list[Condemned] = []
     manifests: list[Condemned] = []
     for key in listing.objects:
@@ -126,6 +128,10 @@ def plan_gc(state: JobState, listing: Listing, *, named: AbstractSet[str], held:
         held=tuple(sorted(held)),
         kept=sum(key in named for key in listing.objects),
     )
+
+
+def _place(ready: Ready) -> tuple[int, int]:
+    return ready.attempt, ready.step
 
 
 def _steps_of(job: str, keys: tuple[Key, ...]) -> AbstractSet[tuple[int, int]]:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import time
 
+import msgspec
 import pytest
 from tests.support.fake_store import FakeStore
 from tests.support.logs import SPEC, LogWriter, attempt, job, ready, uid
 
 from toprope.store.errors import LogCorruptError
+from toprope.store.log import ready_book
 from toprope.store.log.chain import read_log, read_on
 from toprope.store.log.fold import JobState
 from toprope.store.log.records import Elected, Held, Metric, Pin, Retire, Struck, Taint
@@ -42,6 +44,24 @@ def eventful() -> tuple[CountingStore, LogWriter]:
 def test_a_fold_that_is_kept_is_the_fold() -> None:
     _, log = eventful()
     assert decode(encode(log.state), key=snap_key("job", log.state.n), job="job") == log.state
+
+
+def test_of_a_ready_no_more_is_kept_than_decides_something() -> None:
+    _, log = eventful()
+    older, newer = log.state.readies[4], log.state.readies[5]
+    assert newer == msgspec.structs.replace(ready(20, parent=4), term=log.state.term)
+    assert newer.attempt_uid is older.attempt_uid
+
+
+def test_a_fold_of_an_earlier_version_which_kept_readies_whole_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, now = eventful()
+    monkeypatch.setattr(ready_book, "_lean", lambda whole: whole)
+    _, before = eventful()
+    whole = encode(before.state)
+    assert before.state.readies[4].prev.encode() in whole
+    monkeypatch.undo()
+    again = decode(whole, key=snap_key("job", before.state.n), job="job")
+    assert again.readies == now.state.readies
 
 
 def test_a_log_is_read_from_its_newest_fold_on() -> None:
