@@ -24,7 +24,8 @@ class Log:
         self._writer_id = writer_id
         self._url = url
         self._one_at_a_time = asyncio.Lock()
-        self._hinders_at = -1
+        self._hindering = self._hinders_at = -1
+        """Where the record would be that is being appended, and where the last one that was sent, if it hinders."""
 
     @property
     def is_unsure(self) -> bool:
@@ -72,8 +73,7 @@ class Log:
         def make_or_return(state: JobState) -> Record | None:
             ours = state.passing and state.url == self._url
             record = Elected(url=self._url) if ours and 0 < self.term < state.term else make(state)
-            if record is not None and hinders(state, record):
-                self._hinders_at = state.n
+            self._hindering = state.n if record is not None and hinders(state, record) else -1
             return record
 
         async with self._one_at_a_time:
@@ -101,6 +101,7 @@ class Log:
     async def _call(self, call: Call) -> bytes | None:
         match call:
             case Create():
+                self._hinders_at = max(self._hinders_at, self._hindering)  # before it is sent: its answer may be lost
                 await self._store.create_record(call.key, call.body)
                 return None
             case Read():

@@ -9,7 +9,7 @@ from tests.support.stores import small_store
 
 from toprope.coordinator.adapters.objects import ThreadedStore
 from toprope.coordinator.log import Log
-from toprope.store.errors import UnavailableError
+from toprope.store.errors import FencedError, UnavailableError
 from toprope.store.log import chain
 from toprope.store.log.records import Elected, Job, Pin, Record, Retire, Taint
 from toprope.store.names import Key
@@ -83,6 +83,16 @@ async def test_it_counts_as_soon_as_it_is_sent(monkeypatch: pytest.MonkeyPatch) 
     store.log = log = await leading(store, monkeypatch)
     await log.append(lambda _: RETIRES)
     assert seen == [True]
+    assert not log.is_unsure
+
+
+async def test_what_a_replaced_leader_would_have_sent_is_not_on_its_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = FakeStore()
+    log = await leading(store, monkeypatch)
+    assert await Log(ThreadedStore(store), "job", writer_id="next").elect(lambda _: Elected(), job_uid=JOB_UID)
+    with pytest.raises(FencedError):
+        await log.append(lambda _: RETIRES)
+    await log.look()
     assert not log.is_unsure
 
 
