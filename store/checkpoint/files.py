@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from bisect import bisect_right
-from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import closing
 from dataclasses import dataclass
 
@@ -89,45 +90,61 @@ def image_chunks(store: ObjectStore, index: Index) -> Iterator[bytes]:
 
     Only with the digest that the index gives are they known to be those that were written. Raises as a ``FileReader``.
     """
-    yield from _read_all(store, index, lambda _, piece: piece.read(store), at_once=digest.CHUNK_BYTES)
+    placed = _placed(store, index, at_once=digest.CHUNK_BYTES)
+    if index.bytes <= digest.CHUNK_BYTES:  # what is small takes no threads
+        yield from (piece.read(store) for _, piece in placed)
+    else:
+        yield from digest.read_ahead(lambda one: one[1].read(store), placed)
 
 
 def write_image(store: ObjectStore, index: Index, write: Callable[[int, memoryview], None]) -> None:
     """Hand a rank's image to ``write``, piece by piece with its place there, in any order and from several threads.
 
     It comes in small pieces, each still in the cache when it is written: that costs less than to have new pages found,
-    and cleared, for all that is read. Raises as a ``FileReader`` does, and as ``write`` does.
+    and cleared, for all that is read. What fails first ends the others at their next piece. Raises as a ``FileReader``
+    does, and as ``write`` does.
     """
-
-    def pass_on(at: int, piece: _Piece) -> bytes:
-        if piece.frame is not None:
-            write(at, memoryview(piece.read(store)))
-            return b""
-        with closing(store.stream(piece.key, start=piece.begin, length=piece.end - piece.begin)) as stream:
-            for part in stream:
-                write(at, part)
-                at += len(part)
-        return b""
-
     share = -(-index.bytes // digest.READS_AT_ONCE)  # so that what is not large comes over as many connections too
-    at_once = min(digest.FILL_BYTES, max(digest.CHUNK_BYTES, share))
-    deque(_read_all(store, index, pass_on, at_once=at_once), maxlen=0)
+    placed = _placed(store, index, at_once=min(digest.FILL_BYTES, max(digest.CHUNK_BYTES, share)))
+    given_up = threading.Event()
+    if index.bytes <= digest.CHUNK_BYTES:
+        for at, piece in placed:
+            _pass_on(store, at, piece, write, given_up)
+        return
+    with ThreadPoolExecutor(digest.READS_AT_ONCE, thread_name_prefix="fill") as pool:
+        passing = [pool.submit(_pass_on, store, at, piece, write, given_up) for at, piece in placed]
+        try:
+            for one in as_completed(passing):
+                one.result()
+        finally:
+            given_up.set()
 
 
-def _read_all(
-    store: ObjectStore, index: Index, read: Callable[[int, _Piece], bytes], *, at_once: int
-) -> Iterator[bytes]:
-    """Yield what ``read`` returns of each piece of an image, given its place there; what is small takes no threads."""
+def _pass_on(
+    store: ObjectStore, at: int, piece: _Piece, write: Callable[[int, memoryview], None], given_up: threading.Event
+) -> None:
+    """Hand a piece to ``write`` as it comes, unless all is given up meanwhile."""
+    if given_up.is_set():
+        return
+    if piece.frame is not None:
+        write(at, memoryview(piece.read(store)))
+        return
+    with closing(store.stream(piece.key, start=piece.begin, length=piece.end - piece.begin)) as stream:
+        for part in stream:
+            if given_up.is_set():
+                return
+            write(at, part)
+            at += len(part)
+
+
+def _placed(store: ObjectStore, index: Index, *, at_once: int) -> list[tuple[int, _Piece]]:
+    """Return the pieces of an image, in order, each with its place there."""
     readers = [FileReader(store, file) for file in index.files]
     pieces = [
         piece for number, begin, end in _runs(index) for piece in readers[number].pieces(begin, end, at_once=at_once)
     ]
     begins = itertools.accumulate((piece.end - piece.begin for piece in pieces), initial=0)
-    placed = list(zip(begins, pieces, strict=False))
-    if index.bytes <= digest.CHUNK_BYTES:
-        yield from itertools.starmap(read, placed)
-    else:
-        yield from digest.read_ahead(lambda one: read(*one), placed)
+    return list(zip(begins, pieces, strict=False))
 
 
 def _runs(index: Index) -> Iterator[tuple[int, int, int]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 import tracemalloc
 from collections.abc import Callable, Generator
 from contextlib import ExitStack
@@ -99,6 +101,34 @@ def test_what_is_not_large_is_asked_for_over_as_many_connections_as_what_is(monk
     monkeypatch.setattr("toprope.store.digest.FILL_BYTES", 1000)
     assert written_image(store, index) == image
     assert max(store.lengths) == 1000
+
+
+def test_a_range_that_fails_ends_those_that_are_still_coming(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Slow(FakeStore):
+        first_pieces = threading.Barrier(READS_AT_ONCE, timeout=20)
+        left_at: ClassVar[list[float]] = []
+
+        def stream(self, key: Key, *, start: int, length: int) -> Generator[memoryview, None, None]:
+            whole = memoryview(self.read(key, start=start, length=length))
+            self.first_pieces.wait()
+            if start + length == len(self.objects[key]):
+                raise UnavailableError(f"{key}: no answer for the last range")
+            end_s = time.monotonic() + 15
+            try:
+                while time.monotonic() < end_s:
+                    yield whole[:1]
+            finally:
+                self.left_at.append(end_s - time.monotonic())
+
+    store = Slow()
+    image = adapter_image(step=10, rank=0, world=1)
+    receipt = ObjectTier(store, "job", codec="none").put(shard_of(image, step=10), memoryview(image), nonce="0a")
+    index = read_index_at(store, Key(receipt.index_key))
+    monkeypatch.setattr("toprope.store.digest.CHUNK_BYTES", 100)
+    with pytest.raises(UnavailableError, match="the last range"):
+        written_image(store, index)
+    assert len(store.left_at) == READS_AT_ONCE - 1
+    assert min(store.left_at) > 0
 
 
 def test_a_whole_image_goes_from_the_slot_without_a_copy() -> None:
