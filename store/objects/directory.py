@@ -35,6 +35,9 @@ _TEMPORARY = ".tmp-"
 _KEPT_DEPTH = 2
 """Directories so many parts deep, ``job/log`` for one, stay when they are empty."""
 
+_MAX_SYNCED = 1024
+"""Of so many directories is known that their entries were synced; then all are synced once more."""
+
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _ALIGNMENT_BYTES = 4096
 _DIRECT_BYTES = 8 * 1024 * 1024
@@ -218,7 +221,7 @@ class DirectoryStore:
             os.close(directory)
 
     def _entered(self, parent: int, path: tuple[str, ...], *, make: bool) -> int:
-        """Open the last part of ``path`` in ``parent``; once per process its entry is made if need be, and synced."""
+        """Open the last part of ``path`` in ``parent``, made if need be, with its entry synced once."""
         if make and path not in self._synced:
             self._make(parent, path)
         try:
@@ -239,6 +242,8 @@ class DirectoryStore:
         with contextlib.suppress(FileExistsError):
             os.mkdir(path[-1], 0o777, dir_fd=parent)
         os.fsync(parent)
+        if len(self._synced) >= _MAX_SYNCED:
+            self._synced.clear()
         self._synced.add(path)
 
     @contextlib.contextmanager

@@ -83,6 +83,20 @@ def test_new_directories_are_synced_into_their_parents(tmp_path: Path, monkeypat
     assert recorder.calls == [*made, *made, "fsync file", "link", "fsync directory"]
 
 
+def test_of_ever_more_directories_it_is_not_kept_for_ever_that_they_were_synced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("toprope.store.objects.directory._MAX_SYNCED", 8)
+    store = DirectoryStore(tmp_path)
+    for step in range(20):
+        store.create(Key(f"job/shards/{step}/0"), b"x")
+        assert len(store._synced) <= 8
+    recorder = Recorder(monkeypatch, "fsync")
+    store.create(Key("job/shards/0/1"), b"y")
+    assert recorder.calls.count("fsync directory") > 1, "it was forgotten, and is synced again"
+    assert len(list(store.list("job/"))) == 21
+
+
 def test_a_loser_and_an_uncached_reader_sync_the_directory_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
