@@ -77,6 +77,14 @@ def test_a_lazy_parameter_is_refused_by_name() -> None:
         model_state(nn.Sequential(nn.LazyLinear(3)), world=1)
 
 
+def test_a_lazy_buffer_is_refused_by_name_unless_it_is_not_kept() -> None:
+    model = nn.Sequential(nn.LazyBatchNorm1d(affine=False))
+    with pytest.raises(UnsupportedLeafError, match=r"model\.0\.running_mean: has no values yet"):
+        capture(Parts(model=model), rank=0, world=1)
+    model[0]._non_persistent_buffers_set |= {"running_mean", "running_var"}
+    assert list(model_state(model, world=1).buffers) == ["0.num_batches_tracked"]
+
+
 def test_an_optimizer_of_another_model_is_refused() -> None:
     optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
     with pytest.raises(UsageError, match="optimizer group 0, parameter 0 of shape"):

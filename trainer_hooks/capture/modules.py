@@ -73,7 +73,7 @@ def model_state(models: nn.Module | Mapping[str, nn.Module], *, world: int) -> M
     Parameters under a DDP module that spans the whole world are ``replicated``.
 
     Raises:
-        UnsupportedLeafError: a parameter has no values yet.
+        UnsupportedLeafError: a parameter or a persistent buffer has no values yet.
     """
     walk = _Walk(world, ModelState())
     if isinstance(models, nn.Module):
@@ -142,13 +142,13 @@ class _Walk:
         transient = module._non_persistent_buffers_set  # noqa: SLF001 - the only place that says so
         for name, buffer in _tensors(module._buffers):  # noqa: SLF001 - see visit
             if name not in transient:
+                _check_made(f"{prefix}{name}", buffer)
                 self.found.buffers[f"{prefix}{name}"] = buffer
         if type(module).get_extra_state is not nn.Module.get_extra_state:
             self.found.extras[prefix.removesuffix(".") or "(root)"] = module
 
     def _note_parameter(self, name: str, parameter: Any, *, replicated: bool, ignored: frozenset[str]) -> None:  # noqa: ANN401 - a parameter of any class
-        if is_lazy(parameter):
-            raise UnsupportedLeafError.at(f"model.{name}", "has no values yet; run one forward pass before the hook")
+        _check_made(name, parameter)
         first = self._names.setdefault(id(parameter), name)
         if first != name:
             self.found.tied[name] = first
@@ -162,6 +162,11 @@ class _Walk:
             self.found.flattened[name] = tuple(replace(part, name=f"{prefix}{_own(part.name)}") for part in parts)
         if replicated and name not in ignored:
             self.found.replicated.add(name)
+
+
+def _check_made(name: str, tensor: Any) -> None:  # noqa: ANN401 - a parameter or buffer of any class
+    if is_lazy(tensor):  # to ask for its shape raises
+        raise UnsupportedLeafError.at(f"model.{name}", "has no values yet; run one forward pass before the hook")
 
 
 def _own(name: str) -> str:
