@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import queue
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
@@ -21,6 +25,8 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousStoreInfo,
     rendezvous_handler_registry,
 )
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 
 from toprope.trainer_hooks.torchrun import meeting
 from toprope.trainer_hooks.torchrun.meeting import Meeting, NodeLeavesError, register
@@ -115,6 +121,41 @@ def test_agents_meet_again_when_one_that_was_counted_does_not_answer(capsys: pyt
     assert other.next_rendezvous().world_size == 1
     assert counted.met == 2
     assert capsys.readouterr().err.count("agents have met in vain") == 2
+
+
+def test_whoever_waits_says_again_and_again_how_many_are_missing_and_who_is_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    said: queue.Queue[str] = queue.Queue()
+    monkeypatch.setattr(meeting, "_say", said.put)
+    monkeypatch.setattr(meeting, "SAYS_EVERY_S", 0.01)
+
+    class Lonely(Counted):
+        _state_holder: Any
+        _settings: Any
+
+        def next_rendezvous(self) -> RendezvousInfo:
+            for _ in range(2):
+                assert said.get(timeout=20).startswith("waits for 2 more of 3 nodes; there are: here (")
+            self._state_holder.state.participants |= {"a": 1, "b": 2}
+            return super().next_rendezvous()
+
+    counted = Lonely(iter([(0, 1)]))
+    counted._state_holder = SimpleNamespace(state=SimpleNamespace(participants={"here": 0}))
+    counted._settings = SimpleNamespace(min_nodes=3)
+    Meeting(counted, counted.store, answers_s=SOON_S).next_rendezvous()
+    assert not any(thread.name == "toprope-meeting" for thread in threading.enumerate())
+    assert meeting.absence(counted) == ""
+    assert meeting.absence(Counted(iter(()))) == "waits for other agents"
+
+
+def test_of_torch_s_own_rendezvous_it_is_known_who_is_there() -> None:
+    parameters = RendezvousParameters(backend="c10d", endpoint="localhost:0", run_id="j", min_nodes=2, max_nodes=2)
+    backend, store = create_backend(parameters)
+    inner = create_handler(store, backend, parameters)
+    assert meeting.absence(inner) == "waits for 2 more of 2 nodes; there are: none"
+    inner._state_holder.state.participants[inner._this_node] = 0
+    assert meeting.absence(inner) == f"waits for 1 more of 2 nodes; there are: {inner._this_node.addr}"
 
 
 def test_agents_that_count_each_other_otherwise_meet_again() -> None:

@@ -15,8 +15,9 @@ import json
 import os
 import socket
 import sys
+import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -42,10 +43,13 @@ from toprope.trainer_hooks.torchrun.strikes import Failures, Strikes
 
 ANSWERS_S = 15.0
 """An agent looks once in 2 s whether all are there: within this it has answered, on a busy machine too."""
+SAYS_EVERY_S = 30.0
+"""How long an agent waits for others without a word."""
 TRIES = 20
 """After so many meetings in which somebody did not answer, the agent ends and says so."""
 _HERE, _AGREED, _FIRST = "toprope/here", "toprope/agreed", "toprope/first"
 _NOBODY = "-"
+_NAMES_TOLD = 8
 
 
 class NodeLeavesError(RendezvousError):
@@ -97,7 +101,9 @@ class Meeting(RendezvousHandler):
             began_s = time.monotonic()
             try:
                 with _reads_within(self._store, self._answers_s):
-                    return self._agreed(self._inner.next_rendezvous())
+                    with _saying(lambda: absence(self._inner)):
+                        met = self._inner.next_rendezvous()
+                    return self._agreed(met)
             except (DistStoreError, RendezvousConnectionError) as error:
                 if number == TRIES or not _was_waiting(error):
                     raise
@@ -212,6 +218,41 @@ def _reads_within(store: Store, seconds: float) -> Iterator[None]:
         yield
     finally:
         store.set_timeout(before)
+
+
+@contextmanager
+def _saying(what: Callable[[], str]) -> Iterator[None]:
+    """Say from time to time what there is to say, and for how long that has been so, until this is over."""
+    over, began_s = threading.Event(), time.monotonic()
+
+    def say() -> None:
+        while not over.wait(SAYS_EVERY_S):
+            if text := what():
+                _say(f"{text} ({time.monotonic() - began_s:.0f} s)")
+
+    thread = threading.Thread(target=say, name="toprope-meeting", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def absence(inner: RendezvousHandler) -> str:
+    """Return how many agents are missing at torch's rendezvous, and who has come; empty once enough have.
+
+    torch keeps it to itself: where another version has it elsewhere, it is only said that others are waited for.
+    """
+    holder, settings = getattr(inner, "_state_holder", None), getattr(inner, "_settings", None)
+    there = getattr(getattr(holder, "state", None), "participants", None)
+    least = getattr(settings, "min_nodes", None)
+    if there is None or least is None:
+        return "waits for other agents"
+    names = sorted(str(getattr(one, "addr", one)) for one in list(there))
+    missing = least - len(names)
+    told = ", ".join(names[:_NAMES_TOLD]) + (f" and {len(names) - _NAMES_TOLD} more" if names[_NAMES_TOLD:] else "")
+    return f"waits for {missing} more of {least} nodes; there are: {told or 'none'}" if missing > 0 else ""
 
 
 class _KeptPort:
