@@ -27,7 +27,8 @@ from toprope.store.errors import (
     UsageError,
 )
 from toprope.store.names import Key, key_parts
-from toprope.store.objects.protocol import STREAM_BYTES, check_whole
+from toprope.store.objects.pieces import pieces_of
+from toprope.store.objects.protocol import check_whole
 
 _WALK = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -93,14 +94,15 @@ class DirectoryStore:
             self._directory(tuple(parents)) as directory,
             _opened(name, directory) as file,
         ):
-            at, end = start, start + _wanted(file, key, start, length)
-            buffer = memoryview(bytearray(min(STREAM_BYTES, length)))
-            while at < end:
-                count = os.preadv(file, [buffer[: end - at]], at)
-                if not count:
-                    raise _ends_at(key, at, end)
-                at += count
-                yield buffer[:count]
+            _wanted(file, key, start, length)
+
+            def read_into(room: memoryview, at: int) -> int:
+                return os.preadv(file, [room], at)
+
+            def short(at: int) -> CorruptObjectError:
+                return _ends_at(key, at, start + length)
+
+            yield from pieces_of(read_into, start=start, length=length, short=short)
 
     def size(self, key: Key) -> int:
         """Return the length of an object in bytes."""

@@ -27,7 +27,8 @@ from toprope.store.errors import (
 )
 from toprope.store.names import Key, key_parts
 from toprope.store.objects.parts import Limits, Part, plan_parts
-from toprope.store.objects.protocol import STREAM_BYTES, check_whole
+from toprope.store.objects.pieces import pieces_of
+from toprope.store.objects.protocol import check_whole
 from toprope.store.objects.retry import BackOff
 from toprope.store.objects.s3_clients import PARALLEL_PARTS, Clients
 from toprope.store.objects.s3_errors import (
@@ -115,15 +116,17 @@ class S3Store:
             # they have changed it is the stream itself, to the same effect.
             answer: Any = getattr(body, "_raw_stream", None)
             source: Any = getattr(answer, "_fp", None) or body
-            buffer = memoryview(bytearray(min(STREAM_BYTES, length)))
-            at, end = start, start + length
-            while at < end:
+            end = start + length
+
+            def read_into(room: memoryview, _at: int) -> int:
                 with self._in_our_words(key):
-                    count = source.readinto(buffer[: end - at])
-                if not count:
-                    raise UnavailableError(f"{key}: the answer of store {self._where} ended at byte {at} of {end}")
-                at += count
-                yield buffer[:count]
+                    count: int = source.readinto(room)
+                    return count
+
+            def short(at: int) -> UnavailableError:
+                return UnavailableError(f"{key}: the answer of store {self._where} ended at byte {at} of {end}")
+
+            yield from pieces_of(read_into, start=start, length=length, short=short)
             if answer is not None:
                 answer.release_conn()  # or each range would take a connection of its own
 

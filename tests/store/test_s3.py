@@ -425,7 +425,7 @@ def test_an_answer_that_ends_early_fills_nothing_that_is_believed(strict: Strict
 def test_after_an_answer_that_ends_early_only_the_rest_is_asked_for(
     strict: StrictS3, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(s3, "STREAM_BYTES", 1000)
+    monkeypatch.setattr("toprope.store.objects.pieces.STREAM_BYTES", 1000)
     store = RetryStore(store_on(strict), AT_ONCE)
     store.create(KEY, LARGE)
     strict.rules.append(Rule(operation="GetObject", fault="body cut short", times=2))
@@ -440,7 +440,7 @@ def test_after_an_answer_that_ends_early_only_the_rest_is_asked_for(
 def test_a_stream_that_is_left_early_leaves_nothing_of_it_to_the_next(
     strict: StrictS3, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(s3, "STREAM_BYTES", 1000)
+    monkeypatch.setattr("toprope.store.objects.pieces.STREAM_BYTES", 1000)
     store = store_on(strict)
     store.create(KEY, LARGE)
     stream = store.stream(KEY, start=0, length=len(LARGE))
