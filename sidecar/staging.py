@@ -46,6 +46,10 @@ class _WayError(Exception):
         self.again = again
 
 
+class _WrongBytesError(_WayError):
+    """What came along this way is not what it should be."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stager:
     """What staging needs. ``doubt`` is told of a copy of this node that was found to be wrong."""
@@ -66,7 +70,7 @@ class Stager:
         for way in request.ways:
             name = f"{way.tier} of {way.node}" if way.node else f"{way.tier} {way.key}"
             try:
-                path, tensors = self._take(request, way)
+                path, tensors = self._taken(request, way)
             except _WayError as error:
                 tried.append(f"{name}: {error}")
                 again |= error.again
@@ -81,6 +85,18 @@ class Stager:
                 )
                 return ShardStaged(attempt_uid=request.attempt_uid, shard=staged, tensors=tensors)
         raise StagingError("; ".join(tried) or "nobody has it just now", again=again)
+
+    def _taken(self, request: Stage, way: Way) -> tuple[Path, frozenset[str]]:
+        """Take it, from the object store once more if wrong bytes come.
+
+        They may be wrong only as they came, and a checkpoint that is struck off for them is lost to the job.
+        """
+        try:
+            return self._take(request, way)
+        except _WrongBytesError:
+            if way.kind != "object":
+                raise
+            return self._take(request, way)
 
     def _take(self, request: Stage, way: Way) -> tuple[Path, frozenset[str]]:
         if way.kind == "here":
@@ -193,7 +209,7 @@ class Stager:
             found = digest(view[part.begin : part.end])
             if found != part.digest:
                 name = f"its tensor {part.name}" if part.name else "its header"
-                raise _WayError(f"{name} has digest {found}; expected {part.digest}")
+                raise _WrongBytesError(f"{name} has digest {found}; expected {part.digest}")
         body = json.dumps({part.name: part.digest for part in parts.parts if part.name}).encode()
         with self.memory.filling(path.with_suffix(DIGESTS), len(body)) as file:
             file.write(0, body)
@@ -206,4 +222,4 @@ def _url(request: Stage, way: Way) -> str:
 
 def _check(found: str, shard: RestoreShard) -> None:
     if found != shard.digest:
-        raise _WayError(f"its digest is {found}; expected {shard.digest}")
+        raise _WrongBytesError(f"its digest is {found}; expected {shard.digest}")

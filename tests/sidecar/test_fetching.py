@@ -211,6 +211,45 @@ def test_wrong_bytes_of_the_object_store_are_not_staged(memory: Memory) -> None:
         staging(memory, FakePeers(), objects, PEER, OBJECT)()
 
 
+class MisreadStore(FakeStore):
+    """Has the right bytes, and sends wrong ones of the shard the first ``times`` times."""
+
+    def __init__(self, times: int) -> None:
+        super().__init__()
+        self.objects.update(stored(BODY).objects)
+        self.times = times
+
+    def read(self, key: Key, *, start: int = 0, length: int | None = None, uncached: bool = False) -> bytes:
+        body = super().read(key, start=start, length=length, uncached=uncached)
+        if key == STORED.files[0].key and self.times and start <= 2000 < start + len(body):
+            self.times -= 1
+            return wrong(bytes(start) + body)[start:]
+        return body
+
+
+@pytest.mark.parametrize("wanted", [ALL, STORED.tensors[0].name])
+def test_bytes_that_came_wrong_from_the_object_store_are_asked_for_once_more(memory: Memory, wanted: str) -> None:
+    def stage(times: int) -> bytes:
+        shard = RestoreShard(rank=0, bytes=len(BODY), digest=DIGEST, sources=())
+        request = Stage(
+            attempt_uid=NEW,
+            source_attempt_uid=UID,
+            step=1,
+            shard=shard,
+            ways=(OBJECT,),
+            tensors=frozenset({wanted}),
+            part=1,
+        )
+        objects = MisreadStore(times)
+        staged = Stager(memory=memory, peers=FakePeers(), objects=objects, doubt=lambda *_: None).stage(request)
+        assert objects.times == 0
+        return Path(staged.shard.path).read_bytes()[: len(BODY)]
+
+    assert stage(1) == BODY
+    with pytest.raises(StagingError, match=r"has digest|its digest is"):
+        stage(2)
+
+
 def test_an_index_of_another_image_is_not_staged(memory: Memory) -> None:
     longer = image(attempt=1, attempt_uid=UID, step=1, rank=0, world=1, payload=8192, job_uid="0b" * 16)
     other = index_of(hash_image(memoryview(longer), name="k"), key=Key(STORED.files[0].key))
