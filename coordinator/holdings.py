@@ -199,25 +199,34 @@ def _move(newest: dict[int, int], old: int, new: int) -> None:
 
 
 def _rank(said: Collection[_Said]) -> _Rank:
-    newest_memory = max((step for one in said for step in one.memory), default=0)
-    newest_peer = max((step for one in said for step in one.peer), default=0)
-    skipped = {step for one in said for step in one.skipped}
-    stored = {step for one in said for step in one.stored}
-    gone_by = [(max(one.peer), one.peer) for one in said if one.peer]
+    """Put together what all nodes say of a rank. Thousands of these are done each second: hence the plain loops."""
+    own, others, digests = dict[int, list[Domain]](), dict[int, list[Domain]](), dict[int, str]()
+    skipped, stored, gone_by = set[int](), set[int](), list[tuple[int, dict[int, str]]]()
+    for one in said:
+        for held, domains in (one.memory, own), (one.peer, others):
+            for step, digest in held.items():
+                domains.setdefault(step, []).append(one.domain)
+                if digests.setdefault(step, digest) != digest:
+                    digests[step] = ""
+        if one.peer:
+            gone_by.append((max(one.peer), one.peer))
+        skipped |= one.skipped
+        stored |= one.stored
+    newest_memory, newest_peer = max(own, default=0), max(others, default=0)
     stands = {}
-    for step in skipped.union(stored, *(one.memory for one in said), *(one.peer for one in said)):
-        own = [one.domain for one in said if step in one.memory]
-        others = [one.domain for one in said if step in one.peer]
-        digests = {held[step] for one in said for held in (one.memory, one.peer) if step in held}
-        agreed = len(digests) == 1 and "" not in digests
+    for step in skipped.union(stored, digests):
+        agreed, mine = digests.get(step, "") != "", own.get(step)
+        passed = False
+        for reached, held in gone_by:
+            passed = passed or (reached > step and step not in held)
         stands[step] = Stand(
-            listed=bool(own or others),
-            copies=_apart(own, others) if own and agreed else -1,
+            listed=step in digests,
+            copies=_apart(mine, others.get(step, ())) if mine and agreed else -1,
             agreed=agreed,
             stored=step in stored,
-            lost=not own and (newest_memory > step or step in skipped),
+            lost=not mine and (newest_memory > step or step in skipped),
             gone_on=newest_memory > step,
-            passed=any(reached > step and step not in held for reached, held in gone_by),
+            passed=passed,
             passing=newest_peer > step,
         )
     return _Rank(stands=stands, newest_memory=newest_memory, newest_peer=newest_peer)
@@ -225,4 +234,6 @@ def _rank(said: Collection[_Said]) -> _Rank:
 
 def _apart(own: Sequence[Domain], others: Sequence[Domain]) -> int:
     """Return how many domains other than its own a shard is copied to."""
+    if len(own) == len(others) == 1:
+        return int(own[0] != others[0])
     return max(len({domain for domain in others if domain != mine}) for mine in own)

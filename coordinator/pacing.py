@@ -12,8 +12,8 @@ from collections.abc import Sequence
 SHARE = 0.1
 """Deciding anew takes at most this part of the time, unless news would wait for it longer than ``WAIT_S_MAX``."""
 WAIT_S_MAX = 0.5
-REPORTS_PER_S = 2048
-"""So many inventories can be read, with time left to think of them."""
+REPORTS_PER_S = 1024
+"""So many inventories take half of a processor to read and take in, which leaves time to think of them."""
 AT_ONCE_NODES = 128
 """So few nodes never wait: they don't all have something to say at once."""
 SILENT_ROUNDS = 10
