@@ -56,7 +56,7 @@ OnLogOutage = Annotated[
     Literal["wait", "proceed"],
     typer.Option(
         "--on-log-outage",
-        help="When the object store is away and ranks die: wait for it, or proceed from memory, if all nodes agree.",
+        help="When the object store is away and ranks die: proceed from memory, if all nodes agree, or wait for it.",
     ),
 ]
 TokenFile = Annotated[
@@ -99,7 +99,7 @@ def coordinator(  # noqa: PLR0913 - the options of a service
     ] = None,
     base: BaseAt = "",
     base_take: BaseTake = "all",
-    on_log_outage: OnLogOutage = "wait",
+    on_log_outage: OnLogOutage = "proceed",
     token_file: TokenFile = None,
     ready_file: Annotated[
         Path | None, typer.Option("--ready-file", help="Write {url, pid, broker} here once it serves.")

@@ -43,7 +43,7 @@ class Config:
     retain: str | None = None
     base: str = ""
     base_take: Literal["all", "weights"] = "all"
-    on_log_outage: Literal["wait", "proceed"] = "wait"
+    on_log_outage: Literal["wait", "proceed"] = "proceed"
     """Whether attempts are opened while the log can't be reached."""
     heartbeat_s: float = 2.0
     patience_s: float = PATIENCE_S
