@@ -50,11 +50,11 @@ HASHED, PULLED, LOCAL, STORED, READ_BACK = 0.15, 0.2, 0.3, 0.4, 0.2
 
 @dataclass(slots=True)
 class Step:
-    """How far a step has come: what has still to be told of it, when the last of it was, and when each node knew."""
+    """How far a step has come: what is still to be told of it, when the last of it was, and when each node first knew."""
 
     missing: set[tuple[Tier | str, int]]
     told_s: float = 0.0
-    known_s: list[float] = field(default_factory=list)
+    known_s: dict[str, float] = field(default_factory=dict)
 
 
 class Fleet:
@@ -226,7 +226,7 @@ class Fleet:
         ):
             for number, step in steps.items():
                 if was < number <= reached:
-                    step.known_s.append(_now_s())
+                    step.known_s.setdefault(node.name, _now_s())
         if before is None or before.attempt != desired.attempt:
             self._on_attempt(node, desired)
         for task in desired.read_backs:
