@@ -50,7 +50,7 @@ HASHED, PULLED, LOCAL, STORED, READ_BACK = 0.15, 0.2, 0.3, 0.4, 0.2
 
 @dataclass(slots=True)
 class Step:
-    """How far a step has come: what is still to be told of it, when the last of it was, and when each node first knew."""
+    """How far a step has come: what is still to be told, when the last of it was, and when each node first knew."""
 
     missing: set[tuple[Tier | str, int]]
     told_s: float = 0.0
