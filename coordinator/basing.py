@@ -8,12 +8,14 @@ can't change or go. It is the oldest step of the new job's lineage, and no attem
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Literal
 
-from toprope.coordinator.changing import Changer
+from toprope.coordinator.changing import ASK_NOBODY, Changer
 from toprope.store.checkpoint.manifest import Shard
 from toprope.store.checkpoint.ready import read_index, read_manifest
 from toprope.store.errors import CorruptObjectError, FencedError, StoreError, UsageError
+from toprope.store.keep.changes import OtherStoreError
 from toprope.store.keep.holds import holding
 from toprope.store.log.chain import read_log
 from toprope.store.log.fold import JobState
@@ -65,7 +67,11 @@ def pinned_base(  # noqa: PLR0913 - which checkpoint, into what, and how
     ready = source.readies[seq]
     if source.is_tainted(attempt=ready.attempt, step=step):
         raise UsageError(f"--base {at}: that step is tainted; `ckpt show --job {name}` says why")
-    Changer(store=store, coordinator_url="", token=token, say=say).append(source, Pin(seq=seq), purpose="base")
+    changer = Changer(store=store, root="this store", coordinator_url="", token=token, say=say)
+    try:
+        changer.append(source, Pin(seq=seq), purpose="base")
+    except OtherStoreError:  # this one has a copy of a job that runs there
+        replace(changer, coordinator_url=ASK_NOBODY).append(source, Pin(seq=seq), purpose="base")
     return Base(
         job=name,
         job_uid=source.job_uid,

@@ -11,21 +11,33 @@ import msgspec
 
 from toprope.coordinator.leader import NobodyThereError, ask_leader
 from toprope.store.errors import UnavailableError, UsageError
-from toprope.store.keep.changes import Change, ChangeAnswer, ChangeRequest, append_in_passing, checked
+from toprope.store.keep.changes import (
+    Change,
+    ChangeAnswer,
+    ChangeRequest,
+    OtherStoreError,
+    append_in_passing,
+    checked,
+)
 from toprope.store.log.chain import read_on
 from toprope.store.log.fold import JobState
+from toprope.store.objects.probing import forget_probe, leave_probe
 from toprope.store.objects.protocol import ObjectStore
+
+ASK_NOBODY = "none"
+"""In place of a url: no coordinator is asked."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Changer:
-    """Appends changes to the logs of a store. ``say`` is told who did.
+    """Appends changes to the logs of a store, which ``root`` is. ``say`` is told who did.
 
     ``coordinator_url`` is that of the coordinator, which then must answer; without it the one is asked that the log
-    names, if it answers.
+    names, if it answers; with ``ASK_NOBODY`` none is.
     """
 
     store: ObjectStore
+    root: str
     coordinator_url: str
     token: str
     say: Callable[[str], None]
@@ -34,6 +46,7 @@ class Changer:
         """Append a change unless things are so already; return the log after it.
 
         Raises:
+            OtherStoreError: the coordinator serves another store.
             UsageError: the change may not be made, and nothing was.
             CkptError: it could not be made.
         """
@@ -41,23 +54,42 @@ class Changer:
             return state
         if self._asked(state, change):
             return read_on(self.store, state)
-        self.say(f"no coordinator of job {state.job} answers: `ckpt {purpose}` appends to the log itself")
+        why = "is asked" if self.coordinator_url else "answers"
+        self.say(f"no coordinator of job {state.job} {why}: `ckpt {purpose}` appends to the log itself")
         after, _ = append_in_passing(self.store, state.job, partial(_checked, change), purpose=purpose)
         return after
 
     def _asked(self, state: JobState, change: Change) -> bool:
         """Ask the coordinator; say whether there is one."""
-        request = ChangeRequest(job_uid=state.job_uid, change=change)
-        if self.coordinator_url:
-            ask(self.coordinator_url, request, token=self.token)
-            return True
-        if not state.url:
+        url = self.coordinator_url or state.url
+        if url in {"", ASK_NOBODY}:
             return False
         try:
-            ask(state.url, request, token=self.token)
+            self._ask(url, state, change)
         except NobodyThereError:
+            if self.coordinator_url:
+                raise
             return False
         return True
+
+    def _ask(self, url: str, state: JobState, change: Change) -> None:
+        """Ask the coordinator at a url, which sees by a probe whether it serves this store."""
+        try:
+            probe = leave_probe(self.store)
+        except UnavailableError as error:
+            raise UnavailableError(
+                f"{self.root} can't be written, so the coordinator at {url} can't see that it serves this store: "
+                f"nothing was asked of it ({error})"
+            ) from error
+        try:
+            ask(url, ChangeRequest(job_uid=state.job_uid, probe=probe, change=change), token=self.token)
+        except OtherStoreError as error:
+            raise OtherStoreError(
+                f"{error}, not {self.root}, which may be a copy of it: nothing was changed. To change {self.root} "
+                "alone, give --coordinator none; to change that coordinator's job, give the store that it serves"
+            ) from error
+        finally:
+            forget_probe(self.store, probe)
 
 
 def _checked(change: Change, state: JobState) -> Change | None:
@@ -69,6 +101,7 @@ def ask(url: str, request: ChangeRequest, *, token: str) -> ChangeAnswer:
 
     Raises:
         NobodyThereError: no coordinator is there, or only one that stands by.
+        OtherStoreError: it serves another store than the one that has the probe.
         UsageError: it refuses, or wants its token.
         UnavailableError: it took the request and did not say what came of it, or it could not make the change.
     """
@@ -82,6 +115,8 @@ def ask(url: str, request: ChangeRequest, *, token: str) -> ChangeAnswer:
     match answer.status:
         case HTTPStatus.OK:
             return msgspec.json.decode(answer.body, type=ChangeAnswer)
+        case HTTPStatus.MISDIRECTED_REQUEST:
+            raise OtherStoreError(f"the coordinator at {answer.url} serves {answer.text}")
         case HTTPStatus.CONFLICT:
             raise UsageError(answer.text)
         case HTTPStatus.NOT_FOUND | HTTPStatus.METHOD_NOT_ALLOWED:

@@ -98,7 +98,7 @@ def _set_pin(  # noqa: PLR0913 - the options of both words
 ) -> None:
     store = open_store(root)
     state, step, seq = _ready_at(store, at)
-    changer = changer_of(store, url=coordinator, token_file=token_file)
+    changer = changer_of(store, root, url=coordinator, token_file=token_file)
     changed = change_or_try(changer, state, kind(seq=seq), purpose=kind.__name__.lower(), dry_run=dry_run)
     if as_json:
         pinned = kind is Pin
@@ -142,7 +142,7 @@ def metric(  # noqa: PLR0913 - one for each option
     store = open_store(root)
     state, step, seq = _ready_at(store, at)
     change = Metric(seq=seq, name=name, value=measured)
-    changer = changer_of(store, url=coordinator, token_file=token_file)
+    changer = changer_of(store, root, url=coordinator, token_file=token_file)
     changed = change_or_try(changer, state, change, purpose="metric", dry_run=dry_run)
     if as_json:
         line = {"job": state.job, "step": step, "ready": seq, "name": name, "value": measured}
@@ -184,7 +184,7 @@ def taint(  # noqa: PLR0913 - one for each option
     last = first if end is None else (None if end < 0 else end)
     state = read_state(store, name)
     taints = taints_of(state, from_step=first, to_step=last, reason=reason, attempt=attempt)
-    changer = changer_of(store, url=coordinator, token_file=token_file)
+    changer = changer_of(store, root, url=coordinator, token_file=token_file)
     made = []
     for one in taints:
         checked(state, one)
@@ -242,7 +242,7 @@ def gc(  # noqa: PLR0913 - one for each option
         return
     swept = sweep_uploads(root, state.job)
     list_holds = _watched(store, state.job) if drop_holds else None
-    changer = changer_of(store, url=coordinator, token_file=token_file)
+    changer = changer_of(store, root, url=coordinator, token_file=token_file)
     state = _retired(store, changer, state, plan)
     found = _surveyed(store, state, changer=changer, list_holds=list_holds)
     execute(store, found)

@@ -16,7 +16,7 @@ from toprope.store.objects.protocol import ObjectStore
 
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Only say what would be done.")]
 CoordinatorUrl = Annotated[
-    str, typer.Option("--coordinator", help="URL of the job's coordinator. Default: the one that the log names.")
+    str, typer.Option("--coordinator", help="The job's coordinator; none: ask none. Default: that in the log.")
 ]
 TokenFile = Annotated[Path | None, typer.Option("--token-file", help="File with the coordinator's token.")]
 
@@ -37,9 +37,9 @@ def outcome(changed: bool, *, dry_run: bool) -> dict[str, bool]:  # noqa: FBT001
     return {"changed": changed, "done": changed and not dry_run}
 
 
-def changer_of(store: ObjectStore, *, url: str, token_file: Path | None) -> Changer:
-    """Return what appends a command's changes to the logs of a store."""
-    return Changer(store=store, coordinator_url=url, token=read_token(token_file), say=say)
+def changer_of(store: ObjectStore, root: str, *, url: str, token_file: Path | None) -> Changer:
+    """Return what appends a command's changes to the logs of the store at ``root``."""
+    return Changer(store=store, root=root, coordinator_url=url, token=read_token(token_file), say=say)
 
 
 def objects_text(number: int) -> str:

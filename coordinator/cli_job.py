@@ -9,6 +9,7 @@ import msgspec
 import typer
 
 from toprope.coordinator import spec, status
+from toprope.coordinator.changing import ASK_NOBODY
 from toprope.coordinator.cli_common import (
     CoordinatorUrl,
     DryRun,
@@ -58,7 +59,7 @@ def job_retain(  # noqa: PLR0913 - one for each option
     store = open_store(root)
     state = read_state(store, only_job(store, root, job))
     change = policy_change(state, policy)
-    changer = changer_of(store, url=coordinator, token_file=token_file)
+    changer = changer_of(store, root, url=coordinator, token_file=token_file)
     changed = change_or_try(changer, state, change, purpose="retain", dry_run=dry_run)
     retired = plan_retention(state, parse_policy(change.retain or "")).retired
     if as_json:
@@ -86,8 +87,9 @@ def job_purge(
     End its coordinators and sidecars first. It refuses while a coordinator answers where one was ever elected, which
     says what trainers live; while a reader holds a checkpoint; and while another job starts from one and has none of
     its own. One that has only stood by can't be seen: if it is left running it may write a record after this, which is
-    a job with a damaged log. A job whose log is damaged goes too, its records read as far as they can be. What an
-    interrupted purge left goes with the next one.
+    a job with a damaged log. With --coordinator none nobody is asked: for a copy of a store, while the job runs on the
+    other one. A job whose log is damaged goes too, its records read as far as they can be. What an interrupted purge
+    left goes with the next one.
     """
     store = open_store(root)
     log, damage = read_beginning(store, job)
@@ -96,7 +98,7 @@ def job_purge(
         say(f"the log of job {job} is damaged, so not all of its checkpoints and coordinators are known: {damage}")
     if not dry_run and confirm != job:
         raise UsageError(f"this deletes all of job {job}: to do it, give --confirm {job}; --dry-run says what it is")
-    for url in (coordinator,) if coordinator else _addresses(log):
+    for url in _asked(coordinator, log):
         _check_ended(url, job)
     check_unneeded(store, state)
     keys = (*keys_of(store, job), *probes_of(store))
@@ -109,6 +111,12 @@ def job_purge(
         print_json({"job": job, "checkpoints": steps, "objects": len(keys), "done": not dry_run})
         return
     put(f"job {job}: {len(steps)} checkpoints, {objects_text(len(keys))} {'would be ' * dry_run}deleted")
+
+
+def _asked(coordinator: str, log: JobLog) -> tuple[str, ...]:
+    if coordinator == ASK_NOBODY:
+        return ()
+    return (coordinator,) if coordinator else _addresses(log)
 
 
 def _addresses(log: JobLog) -> tuple[str, ...]:
@@ -162,7 +170,7 @@ def job_accept_spec(  # noqa: PLR0913 - one for each option
         raise UsageError(f"job {state.job}: no spec has been set yet; its first attempt sets it")
     old, new = (_spec(store, state.job, digest) for digest in (state.spec_sha256, spec_sha256))
     change = Job(uid=state.job_uid, name=state.job, spec_sha256=spec_sha256, replaces=state.spec_sha256)
-    changer = changer_of(store, url=coordinator, token_file=token_file)
+    changer = changer_of(store, root, url=coordinator, token_file=token_file)
     changed = change_or_try(changer, state, change, purpose="accept-spec", dry_run=dry_run)
     if as_json:
         specs = {"spec": spec_sha256, "replaces": state.spec_sha256, "differences": spec.differences(old, new)}

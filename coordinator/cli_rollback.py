@@ -52,7 +52,7 @@ def rollback(  # noqa: PLR0913 - one for each option
         )
     after = state
     if not dry_run:
-        changer = changer_of(store, url=coordinator, token_file=token_file)
+        changer = changer_of(store, root, url=coordinator, token_file=token_file)
         for taint in plan.taints:
             after = changer.append(after, taint, purpose="rollback")
         opened = opened_for_nobody(

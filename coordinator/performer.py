@@ -68,7 +68,7 @@ from toprope.coordinator.wire import (
 )
 from toprope.store.checkpoint import manifest
 from toprope.store.errors import StoreError, UnavailableError, UsageError
-from toprope.store.keep.changes import Change, ChangeAnswer, ChangeRequest, checked, make_policy
+from toprope.store.keep.changes import Change, ChangeAnswer, ChangeRequest, OtherStoreError, checked, make_policy
 from toprope.store.log.fold import JobState
 from toprope.store.log.records import Base, Record
 from toprope.store.names import Key, facts_key
@@ -162,11 +162,17 @@ class Coordinator:
             _LOG.warning("the spec that was refused could not be kept: %s", error)
 
     async def change(self, asked: ChangeRequest) -> ChangeAnswer:
-        """Append a change of the job that a person asks for; raises as ``changes.checked`` and ``Log.append``."""
+        """Append a change of the job that a person asks for; raises as ``changes.checked`` and ``Log.append``.
+
+        Raises:
+            OtherStoreError: it is asked of another store, a copy of this one; the message is where this one is.
+        """
         if self.core is None:
             raise UnavailableError("the coordinator is still reading the log")
         if asked.job_uid != self._log.state.job_uid:
             raise UsageError(f"this coordinator serves job {self.config.job} of another uid")
+        if not await self._ports.store.sees_probe(asked.probe):
+            raise OtherStoreError(self.config.store)
         done = await self._log.append(partial(self._changed_now, asked.change))
         await self._log_moved()
         return ChangeAnswer(seq=done.seq)

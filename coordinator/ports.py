@@ -31,6 +31,9 @@ class StorePort(Protocol):
     async def read(self, key: Key, *, uncached: bool = False) -> bytes:
         """Return an object; raises as ``ObjectStore.read``."""
 
+    async def sees_probe(self, nonce: str) -> bool:
+        """Return whether a probe is in this store; raises as ``probing.sees_probe``."""
+
     async def read_index(self, key: Key) -> bytes:
         """Return an index as the medium has it; raises as ``ObjectStore.read``.
 

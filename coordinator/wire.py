@@ -11,7 +11,8 @@ Topics: ``toprope/<job>/nodes/<node>/inventory``, ``toprope/<job>/nodes/<node>/p
 ``toprope/<job>/nodes/<node>/desired`` (what this node needs of it), ``toprope/<job>/desired`` (the whole),
 ``toprope/<job>/coordinator/presence`` (not retained). Coordinator HTTP:
 ``PUT /v1/nodes/<node>/inventory`` answers desired; ``POST /v1/attempts`` takes an OpenRequest and answers OpenAnswer;
-``POST /v1/changes`` takes a ChangeRequest and answers ChangeAnswer (409: it may not be made, 503: not now);
+``POST /v1/changes`` takes a ChangeRequest and answers ChangeAnswer (409: it may not be made, 421: this one serves
+another store, which is named, 503: not now);
 ``PUT /v1/nodes/<node>/dead`` declares a node that does not answer dead, with its memory (204; 404: there is none,
 503: not now);
 ``GET /v1/desired?node=N`` (what N needs of it; without, the whole),

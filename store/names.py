@@ -12,6 +12,9 @@ from toprope.store.errors import UsageError
 
 Key = NewType("Key", str)
 
+PROBES = "probe/"
+"""Under it lies what was written to try a store out, or to show that two see the same one."""
+
 _ID = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
 _PART = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,199}")
 _HEX = re.compile(r"[0-9a-f]{1,128}")
@@ -58,6 +61,11 @@ def key_parts(key: str) -> tuple[str, ...]:
             f"{key[:200]!r} is not a key: its parts are 1 to 200 of a-z A-Z 0-9 . _ - and begin with no dot"
         )
     return parts
+
+
+def probe_key(nonce: str) -> Key:
+    """Return the key of a probe."""
+    return Key(f"{PROBES}{checked_hex(nonce)}")
 
 
 def log_prefix(job: str) -> str:

@@ -26,6 +26,7 @@ from toprope.store.log.chain import read_on
 from toprope.store.log.fold import JobState
 from toprope.store.log.records import Pin, Retire, Taint, Unpin
 from toprope.store.log.snap import newest_snap
+from toprope.store.objects.probing import forget_probe, leave_probe
 
 if TYPE_CHECKING:
     from toprope.chaos.sim.coordinator import Host
@@ -144,12 +145,16 @@ class Command:
         world = self._world
         if world.loop.rng.random() < 0.4:  # noqa: PLR2004 - as when it can't be reached from here
             return False
-        request = ChangeRequest(job_uid=state.job_uid, change=change)
+        probe = await world.loop.stepwise(partial(leave_probe, world.store))
+        request = ChangeRequest(job_uid=state.job_uid, probe=probe, change=change)
 
         async def ask(host: Host) -> ChangeAnswer:
             return await host.change(request)
 
-        answer = await world.ask_coordinator(self.process.name, state.url, ask, timeout_s=_ASK_S)
+        try:
+            answer = await world.ask_coordinator(self.process.name, state.url, ask, timeout_s=_ASK_S)
+        finally:
+            await world.loop.stepwise(partial(forget_probe, world.store, probe))
         if answer.seq is not None:
             world.trace.sometimes("a coordinator changed the job")
         return True

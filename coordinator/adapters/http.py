@@ -27,7 +27,7 @@ from toprope.coordinator.wire import (
     encode,
 )
 from toprope.store.errors import CkptError, UnavailableError, UsageError
-from toprope.store.keep.changes import ChangeAnswer, ChangeRequest
+from toprope.store.keep.changes import ChangeAnswer, ChangeRequest, OtherStoreError
 from toprope.store.keep.changes import decode as decode_change
 from toprope.store.names import checked_id
 
@@ -58,6 +58,7 @@ class Service(Protocol):
         """Append a change of the job that a person asks for.
 
         Raises:
+            OtherStoreError: it is asked of another store; the message is which one is served here.
             UsageError: it may not be made.
             CkptError: it could not be made.
         """
@@ -142,6 +143,8 @@ class _Routes:
     async def post_change(self, request: web.Request) -> web.Response:
         try:
             answer = await self._service.change(decode_change(await request.read()))
+        except OtherStoreError as error:
+            raise web.HTTPMisdirectedRequest(text=f"{error}\n") from error
         except UsageError as error:
             raise web.HTTPConflict(text=f"{error}\n") from error
         except CkptError as error:

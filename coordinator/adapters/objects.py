@@ -19,6 +19,7 @@ from toprope.store.log.fold import JobState
 from toprope.store.log.records import Base
 from toprope.store.log.snap import newest_snap, put_snap
 from toprope.store.names import Key
+from toprope.store.objects.probing import sees_probe
 from toprope.store.objects.protocol import ObjectStore
 
 KEPT_INDEX_BYTES = 64 * 1024 * 1024
@@ -91,6 +92,10 @@ class ThreadedStore:
     async def read(self, key: Key, *, uncached: bool = False) -> bytes:
         """Return an object."""
         return await asyncio.to_thread(self._store.read, key, uncached=uncached)
+
+    async def sees_probe(self, nonce: str) -> bool:
+        """Return whether a probe is in this store."""
+        return await asyncio.to_thread(sees_probe, self._store, nonce)
 
     async def read_index(self, key: Key) -> bytes:
         """Return an index as the medium has it."""

@@ -32,10 +32,18 @@ _TRIES = 5
 
 
 class ChangeRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a command asks of the coordinator of a job."""
+    """What a command asks of the coordinator of a job.
+
+    ``probe`` is the nonce of a probe in the store whose job is to be changed: a copy of that store has the same job.
+    """
 
     job_uid: str
+    probe: str
     change: Change
+
+
+class OtherStoreError(UsageError):
+    """The coordinator that was asked serves another store; nothing was changed."""
 
 
 class ChangeAnswer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -9,11 +9,10 @@ from toprope.store.errors import UsageError
 from toprope.store.keep.gc import DELETED_AT_ONCE
 from toprope.store.log.fold import JobState
 from toprope.store.look.show import job_names, read_beginning
-from toprope.store.names import Key, holds_prefix, log_prefix, parse_hold
+from toprope.store.names import PROBES, Key, holds_prefix, log_prefix, parse_hold
 from toprope.store.objects.protocol import ObjectStore
 
-_PROBES = "probe/"
-_PROBE = re.compile(rf"{_PROBES}[0-9a-f]{{32}}")
+_PROBE = re.compile(rf"{PROBES}[0-9a-f]{{32}}")
 
 
 def check_unneeded(store: ObjectStore, state: JobState) -> None:
@@ -48,8 +47,8 @@ def keys_of(store: ObjectStore, job: str) -> tuple[Key, ...]:
 
 
 def probes_of(store: ObjectStore) -> tuple[Key, ...]:
-    """Return the keys of what writers that may not delete left of their start-up probes."""
-    return tuple(key for key in store.list(_PROBES) if _PROBE.fullmatch(key))
+    """Return the keys of the probes that were left by those who may not delete."""
+    return tuple(key for key in store.list(PROBES) if _PROBE.fullmatch(key))
 
 
 def delete(store: ObjectStore, keys: Sequence[Key]) -> None:

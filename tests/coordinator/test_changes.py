@@ -36,6 +36,7 @@ from toprope.store.log.fold import JobState
 from toprope.store.log.records import Elected, Job, Pin, Retire
 from toprope.store.look.verify import CheckpointReport, verify_checkpoint
 from toprope.store.objects.directory import DirectoryStore
+from toprope.store.objects.probing import leave_probe
 from toprope.store.objects.protocol import ObjectStore
 
 ANYWHERE = Address(host="127.0.0.1", port=0)
@@ -79,6 +80,11 @@ class Live:
         async with asyncio.timeout(PATIENCE_S):
             while self.core is None or self.core.term != number:  # noqa: ASYNC110 - it polls too
                 await asyncio.sleep(0.01)
+
+    async def request(self, job_uid: str, change: Change) -> ChangeRequest:
+        """Return a request of somebody who sees the store."""
+        probe = await asyncio.to_thread(leave_probe, DirectoryStore(self.root))
+        return ChangeRequest(job_uid=job_uid, probe=probe, change=change)
 
     async def ckpt(self, *words: object) -> int:
         return await asyncio.to_thread(ckpt, *words)
@@ -216,7 +222,7 @@ def test_nothing_is_changed_before_an_attempt_that_a_node_has_adopted_is_known(j
             adopted = (Adopted(number=state.attempt_number + 1, uid="0d" * 16),)
             live.coordinator.heard(msgspec.structs.replace(node.say(), adopted=adopted))
             with pytest.raises(UnavailableError, match="comes into it first"):
-                await live.coordinator.change(ChangeRequest(job_uid=state.job_uid, change=Retire(seqs=(4,))))
+                await live.coordinator.change(await live.request(state.job_uid, Retire(seqs=(4,))))
             assert (await live.state()).retired == frozenset()
 
     asyncio.run(scenario())
@@ -460,12 +466,12 @@ async def test_a_spec_that_was_refused_can_be_accepted(
 async def test_a_request_of_another_job_or_of_no_form_changes_nothing(job: JobBuilder, tmp_path: Path) -> None:
     async with reigning(tmp_path) as live, aiohttp.ClientSession() as client:
         n = (await live.state()).n
-        other = msgspec.json.encode(ChangeRequest(job_uid="0c" * 16, change=Pin(seq=4)))
+        other = msgspec.json.encode(await live.request("0c" * 16, Pin(seq=4)))
         uid, spec = (await live.state()).job_uid, (await live.state()).spec_sha256
         assert spec is not None
 
-        def asked(change: Change) -> bytes:
-            return msgspec.json.encode(ChangeRequest(job_uid=uid, change=change))
+        async def asked(change: Change) -> bytes:
+            return msgspec.json.encode(await live.request(uid, change))
 
         odd: tuple[tuple[Change, str], ...] = (
             (Retire(seqs=(4, 4)), "one READY twice"),
@@ -481,7 +487,7 @@ async def test_a_request_of_another_job_or_of_no_form_changes_nothing(job: JobBu
             (other, "of another uid"),
             (ready, "not a change"),
             (b"{", "not a change"),
-            *((asked(change), what) for change, what in odd),
+            *[(await asked(change), what) for change, what in odd],
         ):
             async with client.post(f"{live.url}/v1/changes", data=body) as answer:
                 assert answer.status == 409
