@@ -27,6 +27,8 @@ MISSES = 3
 class Trainer:
     """A connected trainer. ``told`` are the frames of its restore that it has been sent.
 
+    ``image_bytes``: how large a slot it needs, as its own process has said (0: not yet); an earlier launch of the rank
+    may have needed another, as one of another world does.
     ``seen``: the attempt that it joined has been the current one; ``misses``: how often the coordinator named another.
     """
 
@@ -34,6 +36,7 @@ class Trainer:
     rank: int
     world: int
     launch_id: str
+    image_bytes: int = 0
     attempt_uid: str = ""
     ask: int = 0
     wants: tuple[wire.Want, ...] = ()
@@ -132,7 +135,7 @@ class Conversation:
                     notes.verdict = _verdict(frame)
             case wire.Size():
                 if frame.bytes > 0:
-                    slots.wanted_bytes[trainer.rank] = frame.bytes
+                    slots.wanted_bytes[trainer.rank] = trainer.image_bytes = frame.bytes
             case wire.Sealed():
                 notes.attempt_uid, notes.step = frame.attempt_uid, max(frame.step, notes.step)
                 return slots.seal(trainer.rank, trainer.launch_id, frame)

@@ -494,7 +494,11 @@ class Core:
             if not self._may_save(trainer):
                 continue
             grantee = Grantee(
-                rank=trainer.rank, connection=trainer.connection, launch_id=trainer.launch_id, world=trainer.world
+                rank=trainer.rank,
+                connection=trainer.connection,
+                launch_id=trainer.launch_id,
+                world=trainer.world,
+                image_bytes=trainer.image_bytes,
             )
             effects += self.slots.plan(grantee, needs=needs, now_s=self.now_s)
             effects += self.slots.grants(grantee, needs=needs, now_s=self.now_s)

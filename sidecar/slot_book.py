@@ -61,12 +61,13 @@ class SlotRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grantee:
-    """A trainer that may be given slots."""
+    """A trainer that may be given slots, of ``image_bytes`` each (0: it has not said yet)."""
 
     rank: int
     connection: int
     launch_id: str
     world: int
+    image_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -278,7 +279,7 @@ class SlotBook:
 
     def plan(self, to: Grantee, *, needs: Needs, now_s: float) -> list[Effect]:
         """Make the slots that a rank needs for the size it announced, and give up those that have become too small."""
-        wanted = self.wanted_bytes.get(to.rank, 0)
+        wanted = to.image_bytes
         if wanted == 0 or to.rank in self.making:
             return []
         first = self.numbered.get(to.rank, 0)
@@ -311,9 +312,15 @@ class SlotBook:
         self.retry_at_s[rank] = now_s + RETRY_S
 
     def grants(self, to: Grantee, *, needs: Needs, now_s: float) -> list[Effect]:
-        """Lend the trainer each free slot; if it then has none at all, free one for it."""
-        wanted = self.wanted_bytes.get(to.rank, 0)
-        records = [record for record in self.of_rank(to.rank) if record.fits(wanted)]
+        """Lend the trainer each free slot; if it then has none at all, free one for it.
+
+        Before it has said how large they must be it gets those alone that were lent to it before this sidecar began.
+        """
+        records = [
+            record
+            for record in self.of_rank(to.rank)
+            if record.fits(to.image_bytes) and (to.image_bytes or record.launch_id == to.launch_id)
+        ]
         free = [record for record in records if _is_free_for(record, to)]
         # without a word of the coordinator since its own start, a sidecar can't know what is kept: it frees nothing
         if needs.attempt_uid and not free and not any(record.phase is Phase.GRANTED for record in records):

@@ -188,12 +188,18 @@ class Checkpointer:
         names = union(of_all(world, names_of(self._parts)))
         check_on_all(world, self._parts)
         allowed = Allowed(partial=partial, cast=cast)
-        restorer = Restorer(Entry(self._session, world, launch_id, spec), self._parts, names, allowed)
+        entry = Entry(self._session, world, launch_id, spec)
+        restorer = Restorer(entry, self._parts, names, allowed, self._take_over)
         attempt = restorer.restore(members)
         self._sources, self._report = restorer.staged, restorer.report
+        return self._begin(attempt.from_step)
+
+    def _take_over(self, attempt: wire.Attempt, report: Report) -> None:
+        """Make ready to save in an attempt whose source is in the trainer, before the sidecar is told so."""
+        assert self._session is not None
         if self._saver is not None:
             self._saver.finish(self._settings.sidecar_timeout_s)
-        memory = Memory()
+        world, memory = self._world, Memory()
         self._saver = Saver(
             self._session,
             attempt,
@@ -203,7 +209,8 @@ class Checkpointer:
             stats=self._stats,
             lazy_for=self._parts.optimizers() if self._settings.lazy else {},
         )
-        return self._begin(attempt.from_step)
+        if attempt.source != "fresh" and not attempt.weights_only and report == Report():
+            self._saver.announce()  # the optimizer's state is there, so that this holds after the first update, too
 
     def _begin(self, step: int) -> int:
         self._restored = True

@@ -7,6 +7,7 @@ from tests.support.core_driver import Driver, sight
 
 from toprope.sidecar import effects as do
 from toprope.sidecar import events as on
+from toprope.trainer_hooks.link import wire
 from toprope.trainer_hooks.link.slot import SlotState
 
 
@@ -31,6 +32,7 @@ def test_a_snapshot_in_a_slot_that_another_process_has_locked_does_not_go_for_a_
     driver.on(on.ConnectionClosed(connection=1))
     driver.attempt(number=2, uid="2b", launch_id="bb")
     driver.hello(connection=2, launch_id="bb")
+    driver.frame(wire.Size(bytes=100), connection=2)
     assert driver.granted() == ([] if lock_held else [0])
 
 

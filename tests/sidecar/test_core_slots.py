@@ -78,6 +78,7 @@ def test_a_process_that_connects_once_more_is_lent_slots_on_its_new_connection_a
     driver.hello()
     driver.frame(wire.Size(bytes=100))
     driver.hello(connection=2)
+    driver.frame(wire.Size(bytes=100), connection=2)
     driver.see(*(sight(number) for number in range(3)))
     assert {effect.connection for effect in driver.all(do.GrantSlot)} == {2}
 
@@ -319,6 +320,7 @@ def test_a_slot_passes_to_another_process_only_when_its_lock_is_free() -> None:
     driver.on(on.ConnectionClosed(connection=1))
     driver.attempt(number=2, uid="2b", launch_id="bb")
     driver.hello(connection=2, launch_id="bb")
+    driver.frame(wire.Size(bytes=100), connection=2)
     grants = driver.all(do.GrantSlot)
     assert [(grant.slot, grant.check_lock) for grant in grants] == [(1, True), (2, True)]
     driver.on(on.SlotHeld(rank=0, slot=1, seq=2, launch_id="aa"))
@@ -336,6 +338,7 @@ def test_a_snapshot_is_not_given_up_for_a_slot_that_another_process_still_locks(
     driver.on(on.ConnectionClosed(connection=1))
     driver.attempt(number=2, uid="2b", launch_id="bb")
     driver.hello(connection=2, launch_id="bb")
+    driver.frame(wire.Size(bytes=100), connection=2)
     assert driver.granted() == []
     assert driver.copies("memory") == [1, 2, 3]
 
@@ -374,6 +377,20 @@ def test_a_state_that_has_grown_gets_larger_slots_and_gives_up_the_small_ones() 
     driver.frame(wire.Size(bytes=200))
     assert driver.all(do.MakeSlots) == [do.MakeSlots(rank=0, slots=(3, 4, 5), bytes=200)]
     assert driver.copies("memory") == [1], "the old step stays readable"
+
+
+def test_a_launch_is_lent_no_slot_of_an_earlier_one_before_it_has_said_how_large_they_must_be() -> None:
+    driver = Driver()
+    driver.train()
+    driver.attempt(number=2, uid="2" * 32, launch_id="bb")
+    driver.hello(connection=2, launch_id="bb")
+    driver.see(*(sight(number, launch_id="aa") for number in range(3)))
+    assert driver.granted() == []
+    driver.frame(wire.Size(bytes=200), connection=2)
+    assert driver.granted() == [], "they would not do"
+    assert driver.all(do.MakeSlots) == [do.MakeSlots(rank=0, slots=(3, 4, 5), bytes=200)]
+    driver.frame(wire.Size(bytes=100), connection=2)
+    assert driver.granted() == [0, 1, 2]
 
 
 def test_slots_that_are_too_small_go_once_nothing_needs_them() -> None:

@@ -81,6 +81,7 @@ def test_a_snapshot_that_is_being_written_when_its_slot_goes_is_torn_only_if_its
     driver.see(gone(0, SlotState.WRITING, seq=1, step=1), gone(1), gone(2), *(sight(number) for number in (3, 4, 5)))
     assert [(skip.step, skip.reason) for skip in driver.inventory.skipped] == [(1, "torn: the trainer died")]
     driver.hello(connection=2)
+    driver.frame(wire.Size(bytes=100), connection=2)
     assert driver.all(do.RemoveSlots) == [do.RemoveSlots(rank=0, slots=NUMBERS)], "nobody will write into them"
 
 
@@ -109,6 +110,7 @@ def test_a_late_look_at_slots_that_were_removed_means_nothing() -> None:
     driver.on(on.ConnectionClosed(connection=1))
     driver.see(*map(gone, NUMBERS), *(sight(number) for number in (3, 4, 5)))
     driver.hello(connection=2)
+    driver.frame(wire.Size(bytes=100), connection=2)
     assert driver.all(do.RemoveSlots) == [do.RemoveSlots(rank=0, slots=NUMBERS)]
     driver.see(*map(gone, NUMBERS), made=False)
     assert (driver.all(do.Shout), driver.all(do.RemoveSlots), driver.core.slots.numbers(0)) == ([], [], (3, 4, 5))

@@ -292,6 +292,30 @@ def test_without_a_sidecar_memory_stays_flat_over_2000_steps(sidecar: FakeSideca
     assert sum(checkpointer.stats.skipped.values()) >= 2700 - sidecar.slot_count
 
 
+def test_a_restored_trainer_has_said_how_large_its_snapshots_are_when_it_begins_to_train(
+    sidecar: FakeSidecar, made: list[Checkpointer]
+) -> None:
+    trainer = tiny()
+    checkpointer = _hook(sidecar, made, trainer)
+    _begin(sidecar, checkpointer, trainer)
+    _train(trainer, checkpointer, 2, 2)
+    checkpointer.close()
+    begun = len(sidecar.heard)
+    again = tiny(seed=7)
+    checkpointer = _hook(sidecar, made, again)
+    assert checkpointer.restore() == 2
+    said = sidecar.heard[begun:]
+    size = next(at for at, frame in enumerate(said) if isinstance(frame, wire.Size))
+    assert size < next(at for at, one in enumerate(said) if isinstance(one, wire.Verdict) and one.phase == "applied")
+    sidecar.lend_slots()
+    _wait_free(checkpointer, sidecar.slot_count)
+    _train(again, checkpointer, 3, 4)
+    sidecar.wait_image(4)
+    assert not checkpointer.stats.skipped
+    sizes = [frame.bytes for frame in said if isinstance(frame, wire.Size)]
+    assert sizes == [sidecar.slot(0, 0).data.stat().st_size], "said once: it held after the first update, too"
+
+
 def test_a_grown_state_is_skipped_and_told_and_then_saved(sidecar: FakeSidecar, made: list[Checkpointer]) -> None:
     trainer, extra = tiny(), {"log": b""}
     checkpointer = _hook(sidecar, made, trainer, extra=extra)

@@ -16,10 +16,11 @@ One conversation::
     sidecar  STAGED                                  what the newest JOIN wants, verified, mapped read-only by the hook
     hook     VERDICT   staged                        names, shapes and dtypes fit
     sidecar  GO        staged                        so say all ranks: apply
+    hook     SIZE                                    bytes of one image, once all of the state is there: when it was
+                                                     brought back, else at the first end_step
     hook     VERDICT   applied
     sidecar  GO        applied                       so say all ranks: train
-    hook     SIZE                                    at the first end_step: bytes of one image
-    sidecar  SLOT*                                   slots lent to the hook, one frame each
+    sidecar  SLOT*                                   slots lent to the hook, one frame each, after GO and SIZE
     hook     SEALED | SKIPPED                        one for each due step
     hook     ASK                                     at any time: this process is about to end, or wants its last step
                                                      in each tier

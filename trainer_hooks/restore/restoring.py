@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -29,6 +29,8 @@ class Restorer:
     names: Mapping[str, frozenset[str]]
     """Of all ranks together."""
     allowed: Allowed
+    applied: Callable[[wire.Attempt, Report], None] = lambda *_: None
+    """Called once the source is in the trainer, before the others hear of that."""
     staged: tuple[wire.StagedShard, ...] = ()
     """The shards that the attempt began from, each with the tier and node that it came from."""
     report: Report = field(default_factory=Report)
@@ -52,6 +54,7 @@ class Restorer:
         try:
             if found is not None:
                 self._apply(attempt, found)
+            self.applied(attempt, self.report)
         except Exception as error:
             self.entry.say(attempt, "applied", ok=False, reason=repr(error), misfit=True)
             raise RestoreError(f"applying step {attempt.from_step} failed: {error!r}; this process must end") from error

@@ -88,7 +88,7 @@ class Saver:
         """
         self.heed(step)
         if self._announced_bytes == 0:
-            self._announce()
+            self.announce()
         if last:
             self._last_step = step
         if self._schedule.due(step) or self._is_asked(step):
@@ -149,8 +149,12 @@ class Saver:
         if step and self.stats.snapshot_step == step:
             self.ask(after=step, step=step)
 
-    def _announce(self) -> None:
-        """Tell the sidecar how large an image is, once the first update has made the optimizer's state."""
+    def announce(self) -> None:
+        """Tell the sidecar how large an image is, once the state of the optimizer is there.
+
+        Raises:
+            HookError: a value can't be kept, with ``strict``.
+        """
         try:
             snapshot = self._capture()
             plan = self._plan_for(snapshot)
