@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import time
+import weakref
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +35,7 @@ from toprope.trainer_hooks.save.saving import Saver, Stats
 
 logger = logging.getLogger("toprope")
 _POLL_S = 0.02
+_EXIT_S = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -245,6 +248,7 @@ class Checkpointer:
             )
             assert self._settings.socket is not None
             self._session = Session(self._settings.socket, hello)
+            atexit.register(_end_threads, weakref.ref(self), hello.pid)
             self._session.start()
         return self._session
 
@@ -310,6 +314,18 @@ class Checkpointer:
                 self._session.close(timeout_s=5.0)
             self._session, self._saver = None, None
 
+    def _end_threads(self) -> None:
+        """End what runs beside the training thread, in a process that ends without ``close()``.
+
+        A thread that comes back from C++ when there is no interpreter any more takes the process along by SIGABRT.
+        """
+        try:
+            if self._saver is not None:
+                self._saver.finish(_EXIT_S)
+        finally:
+            if self._session is not None:
+                self._session.close(timeout_s=_EXIT_S)
+
     def _awaited(self, wait_for: Level, end: float) -> Closed:
         """Wait until the last snapshot is as safe as asked for, or time is up."""
         if self._session is None:
@@ -354,6 +370,12 @@ class Checkpointer:
         if step == 0 or self._saver is None or self._session is None:
             return "nothing"
         return level_of(self._session.desired, step, is_hashed=self._saver.last_is_hashed)
+
+
+def _end_threads(checkpointer: weakref.ref[Checkpointer], pid: int) -> None:
+    there = checkpointer()
+    if there is not None and os.getpid() == pid:  # a forked child has none of these threads
+        there._end_threads()  # noqa: SLF001 - ours, without which it would never be collected
 
 
 def _warn_of_regrouping(models: nn.Module | Mapping[str, nn.Module], world: int) -> None:

@@ -35,6 +35,7 @@ from toprope.trainer_hooks import (
 )
 from toprope.trainer_hooks.image.shard import write_image
 from toprope.trainer_hooks.link import sealing, wire
+from toprope.trainer_hooks.link.session import socket_path
 from toprope.trainer_hooks.link.slot import Page, SlotState, read_page, write_page
 from toprope.trainer_hooks.restore import entering
 from toprope.trainer_hooks.save import saving
@@ -599,6 +600,40 @@ def test_a_script_can_end_with_one_line_and_the_right_status() -> None:
     )
     ended = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
     assert (ended.returncode, ended.stderr) == (64, "error: job j: model.a: 3 here, 4 there\n")
+
+
+def test_a_process_that_ends_without_close_has_none_of_our_threads_when_its_interpreter_goes(
+    sidecar: FakeSidecar,
+) -> None:
+    code = (
+        "import atexit, sys, threading\n"
+        "from torch import nn\n"
+        "from toprope.trainer_hooks import Checkpointer\n"
+        "def threads():\n"
+        "    print(sorted(one.name for one in threading.enumerate() if one.name.startswith('toprope')), flush=True)\n"
+        "atexit.register(threads)\n"
+        "checkpointer = Checkpointer(job='j', model=nn.Linear(1, 1), socket=sys.argv[1])\n"
+        "checkpointer.restore()\n"
+        "checkpointer._saver._copier.start(lambda: None)\n"
+        "threads()\n"
+        "raise RuntimeError('in the midst of training')\n"
+    )
+    command = [sys.executable, "-c", code, str(sidecar.socket_path)]
+    ended = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert "in the midst of training" in ended.stderr
+    assert (ended.returncode, ended.stdout) == (1, "['toprope-channel', 'toprope-copy']\n[]\n")
+
+
+@pytest.mark.parametrize("said", ["", None], ids=["empty", "unset"])
+def test_without_a_word_of_the_socket_it_is_at_the_usual_place(
+    monkeypatch: pytest.MonkeyPatch, said: str | None
+) -> None:
+    monkeypatch.delenv("CKPT_SOCKET", raising=False)
+    if said is not None:
+        monkeypatch.setenv("CKPT_SOCKET", said)
+    assert socket_path("gpt", None) == Path("/run/toprope/gpt/sidecar.sock")
+    with pytest.raises(UsageError, match="socket='' is no path"):
+        Checkpointer(job="gpt", model=nn.Linear(1, 1), socket="")
 
 
 def test_the_frames_load_no_torch() -> None:

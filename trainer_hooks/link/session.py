@@ -45,10 +45,14 @@ def usable_job(job: str) -> str:
 def socket_path(job: str, given: str | os.PathLike[str] | None) -> Path:
     """Return where the sidecar of a job is to be found: as given, as ``CKPT_SOCKET`` says, or at the usual place.
 
+    ``CKPT_SOCKET`` says nothing when it is empty, as a shell or a container leaves what it has no value for.
+
     Raises:
-        UsageError: the path is too long for a socket.
+        UsageError: the path is empty, or too long for a socket.
     """
-    path = os.fspath(given) if given is not None else os.environ.get("CKPT_SOCKET", f"/run/toprope/{job}/sidecar.sock")
+    path = os.environ.get("CKPT_SOCKET") or f"/run/toprope/{job}/sidecar.sock" if given is None else os.fspath(given)
+    if not path:
+        raise UsageError("socket='' is no path: give that of the sidecar's socket, or leave it out")
     if len(os.fsencode(path)) > MAX_SOCKET_PATH_BYTES:
         raise UsageError(f"socket {path!r} is longer than {MAX_SOCKET_PATH_BYTES} bytes; choose a shorter one")
     return Path(path)
