@@ -9,11 +9,12 @@ from typing import Annotated
 import msgspec
 import typer
 
+from toprope.coordinator.changing import Changer
 from toprope.coordinator.cli_common import CoordinatorUrl, DryRun, TokenFile, changer_of
 from toprope.store.checkpoint.manifest import encode, sha256
 from toprope.store.checkpoint.ready import read_capped
 from toprope.store.cli.shared import AsJson, Root, print_json, put, say
-from toprope.store.errors import AlreadyExistsError, UsageError
+from toprope.store.errors import AlreadyExistsError, CkptError, CorruptObjectError, MissingObjectError, UsageError
 from toprope.store.keep.rollback import Rollback, opened_for_nobody, plan_rollback
 from toprope.store.log.fold import JobState
 from toprope.store.log.records import AttemptFacts
@@ -50,15 +51,8 @@ def rollback(  # noqa: PLR0913 - one for each option
             f"{_told(state, plan)}. That can't be taken back, and trainers of job {job} end at their next step: to do "
             f"it, give --confirm {job}; --dry-run says what it is"
         )
-    after = state
-    if not dry_run:
-        changer = changer_of(store, root, url=coordinator, token_file=token_file)
-        for taint in plan.taints:
-            after = changer.append(after, taint, purpose="rollback")
-        opened = opened_for_nobody(
-            after, plan, uid=secrets.token_hex(16), facts_sha256=_facts(store, after), reason=reason
-        )
-        after = changer.append(after, opened, purpose="rollback")
+    changer = changer_of(store, root, url=coordinator, token_file=token_file)
+    after = state if dry_run else _gone_back(changer, state, plan, reason=reason)
     if as_json:
         line = {"job": job, "to": to, "ready": plan.seq, "given_up": plan.given_up, "attempt": after.attempt_number}
         print_json({**line, "changed": after.n != state.n, "done": not dry_run})
@@ -68,6 +62,32 @@ def rollback(  # noqa: PLR0913 - one for each option
         say(f"attempt {after.attempt_number} is open for nobody: start the trainers again, they begin from step {to}")
 
 
+def _gone_back(changer: Changer, state: JobState, plan: Rollback, *, reason: str) -> JobState:
+    """Append what goes back; return the log after it.
+
+    Raises:
+        CkptError: it could not be done; the message says if it is half done.
+    """
+    _facts(changer.store, state)  # what is not to be had fails before the taint, which can't be taken back
+    after = state
+    try:
+        for taint in plan.taints:
+            after = changer.append(after, taint, purpose="rollback")
+        body = _facts(changer.store, after)
+        with contextlib.suppress(AlreadyExistsError):
+            changer.store.create(facts_key(state.job, sha256(body)), body)
+        uid = secrets.token_hex(16)
+        opened = opened_for_nobody(after, plan, uid=uid, facts_sha256=sha256(body), reason=reason)
+        return changer.append(after, opened, purpose="rollback")
+    except CkptError as error:
+        if after.n == state.n:
+            raise
+        raise type(error)(
+            f"{error}. Half is done: the log of job {state.job} has the taint of all after step {plan.step}, which "
+            "stays, and no attempt is open from there, so trainers may go on for nothing: give the same command again"
+        ) from error
+
+
 def _told(state: JobState, plan: Rollback, *, done: bool = False) -> str:
     lost = f", READY steps {', '.join(map(str, plan.given_up))} among them" if plan.given_up else ""
     goes, gives = ("goes", "gives") if done else ("would go", "give")
@@ -75,13 +95,20 @@ def _told(state: JobState, plan: Rollback, *, done: bool = False) -> str:
     return f"{what} and {gives} up all later ones{lost}"
 
 
-def _facts(store: ObjectStore, state: JobState) -> str:
-    """Write what the attempt's record names, the world of the one before it, and return its name."""
+def _facts(store: ObjectStore, state: JobState) -> bytes:
+    """Return what the new attempt's record is to name: the world of the one before it.
+
+    Raises:
+        MissingObjectError, CorruptObjectError: what the attempt before it names is gone, or not what it was.
+    """
     attempt = state.attempt
     assert attempt is not None
-    body = read_capped(store, facts_key(state.job, attempt.facts_sha256), limit=_MAX_FACTS_BYTES)
-    facts = msgspec.json.decode(body, type=AttemptFacts)
-    body = encode(msgspec.structs.replace(facts, held_digests=()))
-    with contextlib.suppress(AlreadyExistsError):
-        store.create(facts_key(state.job, sha256(body)), body)
-    return sha256(body)
+    key = facts_key(state.job, attempt.facts_sha256)
+    why = f"the facts of attempt {attempt.attempt}, which the new one has to have too"
+    try:
+        body = read_capped(store, key, limit=_MAX_FACTS_BYTES)
+    except MissingObjectError as error:
+        raise type(error)(f"{error}: {why}; bring it back, and try again") from error
+    if sha256(body) != attempt.facts_sha256:
+        raise CorruptObjectError(f"{key}: SHA-256 is {sha256(body)}: {why}, are damaged")
+    return encode(msgspec.structs.replace(msgspec.json.decode(body, type=AttemptFacts), held_digests=()))

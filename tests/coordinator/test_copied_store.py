@@ -1,4 +1,4 @@
-"""A copy of a store has the same jobs, and its logs name the coordinators of the other one, which must not be changed."""
+"""A copy of a store has the same jobs, and its logs name the coordinators of the other, which must not be changed."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ async def copied(root: Path) -> Path:
 @pytest.mark.usefixtures("job")
 @pytest.mark.parametrize("named", [False, True], ids=["by the log", "by its url"])
 async def test_what_is_asked_of_a_copy_changes_neither_store(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], named: bool
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], *, named: bool
 ) -> None:
     async with reigning(tmp_path / "store") as live:
         copy = await copied(live.root)

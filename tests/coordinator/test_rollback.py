@@ -11,12 +11,13 @@ from tests.support.reigns import training
 from tests.support.stores import JobBuilder, small_store
 
 from toprope.__main__ import main
-from toprope.store.errors import UsageError
+from toprope.store.errors import UnavailableError, UsageError
 from toprope.store.keep.changes import checked
 from toprope.store.keep.rollback import opened_for_nobody, plan_rollback
 from toprope.store.log.chain import read_entries, read_log
 from toprope.store.log.fold import JobState
 from toprope.store.log.records import NOBODY, Attempt, Record
+from toprope.store.names import Key, facts_key
 from toprope.store.objects.directory import DirectoryStore
 
 WHY = "the loss went up"
@@ -131,6 +132,47 @@ def test_no_attempt_is_opened_for_nobody_from_what_is_not_the_newest_left(job: J
     opened = opened_for_nobody(state, plan, uid="2b" * 16, facts_sha256="3c" * 32, reason=WHY)
     with pytest.raises(UsageError, match="READY 5 is not the newest that is left, which is 8"):
         checked(state, opened)
+
+
+@pytest.mark.parametrize("how", ["gone", "damaged"])
+def test_nothing_is_tainted_where_no_attempt_could_be_opened(
+    job: JobBuilder, tmp_path: Path, capsys: pytest.CaptureFixture[str], how: str
+) -> None:
+    attempt = job.log.state.attempt
+    assert attempt is not None
+    facts = tmp_path / facts_key("job", attempt.facts_sha256)
+    if how == "gone":
+        facts.unlink()
+    else:
+        facts.write_bytes(facts.read_bytes()[:-1] + b" ")
+    before = contents(tmp_path)
+    assert ckpt("rollback", tmp_path, "job", "--to", 20, "--confirm", "job") == 2
+    assert f"{facts_key('job', attempt.facts_sha256)}: " in (err := capsys.readouterr().err)
+    assert "the facts of attempt 1, which the new one has to have too" in err
+    assert contents(tmp_path) == before
+
+
+class WithoutFacts(DirectoryStore):
+    """A store that takes no new facts."""
+
+    def create(self, key: Key, body: bytes | memoryview) -> None:
+        if "/facts/" in key:
+            raise UnavailableError(f"{key}: No space left on device")
+        super().create(key, body)
+
+
+def test_one_that_is_half_done_says_so_and_what_to_run(
+    job: JobBuilder, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as broken:
+        broken.setattr("toprope.coordinator.cli_rollback.open_store", lambda _: WithoutFacts(tmp_path))
+        assert ckpt("rollback", tmp_path, "job", "--to", 20, "--confirm", "job") == 4
+    err = capsys.readouterr().err
+    assert "No space left on device. Half is done: the log of job job has the taint of all after step 20" in err
+    assert err.endswith("give the same command again\n")
+    assert kinds(job)[-2:] == ["Elected", "Taint"]
+    assert ckpt("rollback", tmp_path, "job", "--to", 20, "--confirm", "job") == 0
+    assert kinds(job)[-4:] == ["Elected", "Taint", "Elected", "Attempt"]
 
 
 # --- what the coordinator makes of it
