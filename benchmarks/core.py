@@ -18,6 +18,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
+import msgspec
+
 from toprope.chaos.live.fleet_node import LAUNCH, Node
 from toprope.coordinator.adapters.objects import ThreadedStore
 from toprope.coordinator.core import Core, Settings
@@ -26,6 +28,7 @@ from toprope.coordinator.extracts import Extracts
 from toprope.coordinator.intents import OpenAttempt, basis_of, make_attempt, make_spec
 from toprope.coordinator.log import Log
 from toprope.coordinator.log_view import LogView
+from toprope.coordinator.moment import Moment, moment
 from toprope.coordinator.overview import overview
 from toprope.coordinator.reading import Reader
 from toprope.coordinator.wire import (
@@ -99,6 +102,25 @@ class Bench:
                 copy = node.stored(step, rank, store=store) if tier == "object" else node.copy(step, rank, tier)
                 (by_name[holders[node.name]] if tier == "peer" else node).hold(copy)
 
+    def look(self, now_s: float) -> Moment:
+        """Return what is known now."""
+        return moment(self.core, broker="connected", now_s=now_s)
+
+    def show(self, known: Moment) -> None:
+        """Work out the status, and note how long the longest slice of it took, for which a decision may wait."""
+        slices, longest_s, began_s = overview(known), 0.0, time.process_time()
+        while True:
+            slice_began_s = time.process_time()
+            try:
+                next(slices)
+            except StopIteration as done:
+                msgspec.json.encode(done.value)
+                break
+            finally:
+                longest_s = max(longest_s, time.process_time() - slice_began_s)
+        self.ms["status: all slices"] = (time.process_time() - began_s) * 1e3
+        self.ms["status: the longest slice"] = longest_s * 1e3
+
     def verdict(self, ok: RankVerdict) -> None:
         """Let all ranks have come so far."""
         for node in self.nodes:
@@ -156,7 +178,7 @@ def measure(count: int, ranks: int, directory: Path) -> dict[str, float]:
     extracts = bench.timed("cut the document", lambda: Extracts(whole))
     bodies = bench.timed("write an extract", lambda: [encode(extracts.of(one.name)) for one in nodes], each=count)
     body = bench.timed("write the whole document", lambda: encode(whole))
-    bench.timed("status", lambda: overview(bench.core, broker="connected", now_s=41.0))
+    bench.show(bench.timed("status: the moment", lambda: bench.look(41.0)))
     sizes = {
         "bytes of an inventory": float(len(encode(nodes[0].inventory()))),
         "bytes of an extract": sum(map(len, bodies)) / count,

@@ -123,6 +123,10 @@ class Commits:
             one.copy for ranks in self.receipts.values() for by_key in ranks.values() for one in by_key.values()
         )
 
+    def stored(self) -> Mapping[int, tuple[int, ...]]:
+        """Return the ranks that have written objects, by step."""
+        return {step: tuple(ranks) for step, ranks in self.receipts.items()}
+
     def read_here(self, event: ReadHere) -> None:
         """Note what the coordinator has read back itself."""
         self.reading_here.discard(event.key)

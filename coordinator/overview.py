@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from typing import TypeAlias, TypeVar
+
 import msgspec
 
-from toprope.coordinator.core import Core
-from toprope.coordinator.protection import Safety
+from toprope.coordinator.moment import Moment
 from toprope.coordinator.roll import Node
 from toprope.coordinator.wire import Cadence, Tier
 
+# What is written for each rank and node is kept from the collector (``gc=False``): made by the ten thousand, they would
+# let it look through all that the coordinator knows, while no decision can be made.
 _STEPS_TOLD = 3
 _RANKS_TOLD = 8
+_T = TypeVar("_T")
 
 
-class RankLine(msgspec.Struct, frozen=True, kw_only=True):
+class RankLine(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """A rank: where it sits, the last step it told of, and the newest step of it in each tier (0: none)."""
 
     rank: int
@@ -26,7 +31,7 @@ class RankLine(msgspec.Struct, frozen=True, kw_only=True):
     object: int
 
 
-class NodeLine(msgspec.Struct, frozen=True, kw_only=True):
+class NodeLine(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """A node: whether it is there, for whom it holds copies, and how much it holds."""
 
     node: str
@@ -78,78 +83,112 @@ class Overview(msgspec.Struct, frozen=True, kw_only=True):
     alarms: tuple[str, ...]
 
 
-def overview(core: Core, *, broker: str, standbys: tuple[str, ...] = (), now_s: float) -> Overview:
-    """Return what the coordinator knows."""
-    safety = core.safety()
-    attempt = core.log_view.state.attempt
-    age_s = now_s - core.protected_at_s if attempt is not None else 0.0
+Slices: TypeAlias = Generator[None, None, _T]
+"""Work of which a few milliseconds are done whenever it is asked to go on: decisions are made in between."""
+
+
+def overview(known: Moment) -> Slices[Overview]:
+    """Work out what the coordinator knows, as it is shown."""
+    state, progress = known.log_view.state, known.progress
+    attempt = state.attempt
+    alarms = (*known.outage, *_alarms(known))
+    yield
     return Overview(
-        job=core.settings.job,
-        job_uid=core.log_view.state.job_uid,
-        term=core.term,
-        url=core.settings.url,
-        standbys=standbys,
-        broker=broker,
-        cadence=core.settings.cadence,
+        job=known.settings.job,
+        job_uid=state.job_uid,
+        term=known.term,
+        url=known.settings.url,
+        standbys=known.standbys,
+        broker=known.broker,
+        cadence=known.settings.cadence,
         attempt=None
         if attempt is None
         else AttemptLine(
             number=attempt.attempt,
             uid=attempt.uid,
-            phase=core.progress.phase,
-            reason=core.progress.reason,
+            phase=progress.phase,
+            reason=progress.reason,
             from_step=attempt.from_step,
             world=attempt.world_size,
             why=attempt.why,
-            provisional=core.provisional,
+            provisional=known.provisional,
         ),
-        ranks=_ranks(core, safety),
-        nodes=_nodes(core, now_s),
-        copies=core.placing.copies,
-        survives=core.placing.plan.survives,
-        protected_step=safety.protected_step if safety is not None else 0,
-        protected_age_s=round(age_s, 1),
-        ready_step=core.log_view.ready_step,
-        log_away_s=round(core.outage.away_s(now_s), 1),
-        alarms=(*_outage_alarms(core, now_s), *_alarms(core, safety, broker=broker, age_s=age_s)),
+        ranks=(yield from _ranks(known)),
+        nodes=(yield from _nodes(known)),
+        copies=known.settings.copies,
+        survives=known.plan.survives,
+        protected_step=known.protected_step,
+        protected_age_s=round(known.protected_age_s, 1),
+        ready_step=known.log_view.ready_step,
+        log_away_s=round(known.log_away_s, 1),
+        alarms=alarms,
     )
 
 
-def _ranks(core: Core, safety: Safety | None) -> tuple[RankLine, ...]:
-    facts, attempt = core.log_view.facts, core.log_view.state.attempt
-    if safety is None or facts is None or attempt is None:
+def _ranks(known: Moment) -> Slices[tuple[RankLine, ...]]:
+    facts, attempt = known.log_view.facts, known.log_view.state.attempt
+    if facts is None or attempt is None:
         return ()
-    lines = []
-    held = [copy for node in core.roll.alive() for copy in node.inventory.copies]
-    newest: dict[tuple[int, Tier], int] = {}
-    for copy in (*held, *core.object_copies()):
-        if copy.attempt_uid == attempt.uid and copy.world == attempt.world_size:
-            newest[copy.rank, copy.tier] = max(copy.step, newest.get((copy.rank, copy.tier), 0))
-    for member in facts.world:
-        node = core.roll.nodes.get(member.node)
-        there = node is not None and node.alive and node.inventory.boot_id == member.boot_id
-        states = node.inventory.ranks if node is not None else ()
-        step = max((one.step for one in states if (one.rank, one.attempt_uid) == (member.rank, attempt.uid)), default=0)
-        lines.append(
+    newest = yield from _newest(known, attempt.uid, attempt.world_size)
+    boots = {node.name: node.inventory.boot_id for node in known.nodes if node.alive}
+    sits = {member.rank: member.node for member in facts.world}
+    steps: dict[int, int] = {}
+    for nodes in _sliced(known.nodes, 128):
+        yield
+        for node in nodes:
+            for one in node.inventory.ranks:
+                if one.attempt_uid == attempt.uid and sits.get(one.rank) == node.name:
+                    steps[one.rank] = max(one.step, steps.get(one.rank, 0))
+    lines: list[RankLine] = []
+    for world in _sliced(facts.world, 1024):
+        yield
+        lines += [
             RankLine(
                 rank=member.rank,
                 node=member.node,
-                alive=there,
-                step=step,
-                memory=newest.get((member.rank, "memory"), 0),
-                peer=newest.get((member.rank, "peer"), 0),
-                local=newest.get((member.rank, "local"), 0),
-                object=newest.get((member.rank, "object"), 0),
+                alive=boots.get(member.node) == member.boot_id,
+                step=steps.get(member.rank, 0),
+                memory=newest["memory"].get(member.rank, 0),
+                peer=newest["peer"].get(member.rank, 0),
+                local=newest["local"].get(member.rank, 0),
+                object=newest["object"].get(member.rank, 0),
             )
-        )
+            for member in world
+        ]
     return tuple(lines)
 
 
-def _nodes(core: Core, now_s: float) -> tuple[NodeLine, ...]:
+def _newest(known: Moment, attempt_uid: str, world: int) -> Slices[Mapping[Tier, Mapping[int, int]]]:
+    """Return the newest step of each rank in each tier; what was in a node's memory or on its disk is gone with it."""
+    newest: dict[Tier, dict[int, int]] = {"memory": {}, "peer": {}, "local": {}, "object": {}}
+    for step in sorted(known.stored):
+        yield
+        newest["object"].update(dict.fromkeys(known.stored[step], step))
+    for nodes in _sliced(known.nodes, 32):
+        yield
+        for node in nodes:
+            for copy in node.inventory.copies:
+                if copy.attempt_uid == attempt_uid and copy.world == world and (node.alive or copy.tier == "object"):
+                    of_tier = newest[copy.tier]
+                    if copy.step > of_tier.get(copy.rank, 0):
+                        of_tier[copy.rank] = copy.step
+    return newest
+
+
+def _nodes(known: Moment) -> Slices[tuple[NodeLine, ...]]:
     holds_for: dict[str, list[str]] = {}
-    for place in () if core.desired is None else core.desired.placement:
+    for place in known.placement:
         holds_for.setdefault(place.holder, []).append(place.owner)
-    return tuple(_node(node, now_s, holds_for=tuple(holds_for.get(node.name, ()))) for node in core.roll.all())
+    lines: list[NodeLine] = []
+    for nodes in _sliced(known.nodes, 128):
+        yield
+        lines += [_node(node, known.now_s, holds_for=tuple(holds_for.get(node.name, ()))) for node in nodes]
+    yield
+    return tuple(lines)
+
+
+def _sliced(items: Sequence[_T], length: int) -> Iterator[Sequence[_T]]:
+    return (items[at : at + length] for at in range(0, len(items), length))
 
 
 def _node(node: Node, now_s: float, *, holds_for: tuple[str, ...]) -> NodeLine:
@@ -165,52 +204,33 @@ def _node(node: Node, now_s: float, *, holds_for: tuple[str, ...]) -> NodeLine:
     )
 
 
-def _outage_alarms(core: Core, now_s: float) -> tuple[str, ...]:
-    """Return what to say of a log that can't be reached, and of attempts that are not in it."""
+def _alarms(known: Moment) -> tuple[str, ...]:
     alarms = []
-    outage, attempt = core.outage, core.log_view.state.attempt
-    if away_s := outage.away_s(now_s):
-        goes_on = "restores from memory go on" if outage.proceeds else "restores wait for it (--on-log-outage wait)"
-        alarms.append(f"the job log has been away for {away_s:.0f} s: nothing becomes READY, {goes_on}: {outage.why}")
-    if core.provisional and attempt is not None:
-        alarms.append(f"attempt {attempt.attempt} was opened without the log, and is not in it yet")
-    if (one := outage.next_to_open(core.log_view)) is not None and away_s:
-        nodes = ", ".join(outage.missing(one, core.log_view))
-        alarms.append(f"attempt {one.number} waits for these nodes to adopt it: {nodes}")
-    alarms += outage.untold(core.logged, core.roll.nodes).values()
-    alarms += [outage.fate(uid) for uid in outage.fenced]
-    return tuple(alarms)
-
-
-def _alarms(core: Core, safety: Safety | None, *, broker: str, age_s: float) -> tuple[str, ...]:
-    alarms = []
-    attempt = core.log_view.state.attempt
-    if core.progress.phase == "failed" and attempt is not None:
-        alarms.append(f"attempt {attempt.attempt} failed: {core.progress.reason}")
-    alarms += [f"node {node.name} does not answer" for node in core.roll.all() if not node.alive]
-    alarms += [
-        f"snapshots of node {owner} are not safe from its loss: {why}"
-        for owner, why in sorted(core.placing.plan.unmet.items())
-    ]
-    behind = _behind(core, safety)
-    if behind and not core.placing.plan.unmet:
-        alarms.append(f"protection is {behind} steps behind the ranks, and {age_s:.0f} s old")
-    unready = _lag(core, core.log_view.ready_step, interval=core.settings.cadence.object_every)
+    attempt, unmet, cadence = known.log_view.state.attempt, known.plan.unmet, known.settings.cadence
+    if known.progress.phase == "failed" and attempt is not None:
+        alarms.append(f"attempt {attempt.attempt} failed: {known.progress.reason}")
+    alarms += [f"node {node.name} does not answer" for node in known.nodes if not node.alive]
+    alarms += [f"snapshots of node {owner} are not safe from its loss: {why}" for owner, why in sorted(unmet.items())]
+    reached = _reached(known)
+    behind = _lag(known, known.protected_step, reached, interval=cadence.every)
+    if behind and not unmet:
+        alarms.append(f"protection is {behind} steps behind the ranks, and {known.protected_age_s:.0f} s old")
+    unready = _lag(known, known.log_view.ready_step, reached, interval=cadence.object_every)
     if unready:
         alarms.append(f"READY is {unready} steps behind the ranks: is the object store full or away?")
-    if broker == "away":
+    if known.broker == "away":
         alarms.append("the broker is away; documents go by HTTP")
-    alarms += [f"node {node.name}: {text}" for node in core.roll.alive() for text in node.inventory.troubles]
-    alarms += [core.aim.advice(core.settings.cadence.every)] if core.aim.steps_missed else []
-    return (*alarms, *_skips(core))
+    alarms += [f"node {node.name}: {text}" for node in known.nodes if node.alive for text in node.inventory.troubles]
+    alarms += [known.advice] if known.advice else []
+    return (*alarms, *_skips(known))
 
 
-def _skips(core: Core) -> list[str]:
+def _skips(known: Moment) -> list[str]:
     """Return of the newest steps that some ranks have not saved which ranks these are, and why."""
-    attempt = core.log_view.state.attempt
+    attempt = known.log_view.state.attempt
     skipped: dict[int, dict[int, str]] = {}
-    for node in core.roll.alive():
-        for skip in node.inventory.skipped:
+    for node in known.nodes:
+        for skip in node.inventory.skipped if node.alive else ():
             if attempt is not None and skip.attempt_uid == attempt.uid:
                 skipped.setdefault(skip.step, {})[skip.rank] = skip.reason
     return [
@@ -225,19 +245,15 @@ def _ranks_text(ranks: list[int]) -> str:
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {listed}{more}"
 
 
-def _behind(core: Core, safety: Safety | None) -> int:
-    """Return by how many steps protection lags, when that is more than two intervals; else 0."""
-    protected = safety.protected_step if safety is not None else 0
-    return _lag(core, protected, interval=core.settings.cadence.every)
+def _reached(known: Moment) -> int:
+    """Return the newest step that a rank of the current attempt has told of."""
+    attempt = known.log_view.state.attempt
+    states = (state for node in known.nodes if node.alive for state in node.inventory.ranks)
+    return max((state.step for state in states if attempt and state.attempt_uid == attempt.uid), default=0)
 
 
-def _lag(core: Core, reached: int, *, interval: int) -> int:
-    """Return by how many steps something lags behind the ranks, when that is more than two intervals; else 0."""
-    attempt = core.log_view.state.attempt
-    if attempt is None:
-        return 0
-    steps = [
-        state.step for node in core.roll.alive() for state in node.inventory.ranks if state.attempt_uid == attempt.uid
-    ]
-    lag = max(steps, default=0) - max(reached, attempt.from_step)
+def _lag(known: Moment, step: int, reached: int, *, interval: int) -> int:
+    """Return by how many steps ``step`` lags behind the ranks, when that is more than two intervals; else 0."""
+    attempt = known.log_view.state.attempt
+    lag = 0 if attempt is None else reached - max(step, attempt.from_step)
     return lag if lag > 2 * interval else 0

@@ -49,8 +49,9 @@ from toprope.coordinator.intents import (
 )
 from toprope.coordinator.log import Log
 from toprope.coordinator.metrics import Metrics
+from toprope.coordinator.moment import Moment, moment
 from toprope.coordinator.opener import Opener
-from toprope.coordinator.overview import Overview, overview
+from toprope.coordinator.overview import Overview, Slices, overview
 from toprope.coordinator.pacing import Pacing
 from toprope.coordinator.ports import BrokerPort, Document, Ports
 from toprope.coordinator.reading import Reader
@@ -114,20 +115,19 @@ class Coordinator:
 
     def gauge(self) -> None:
         """Set the metrics to what they are now."""
-        view = self.status()
-        if view is not None:
-            gauges = self.metrics
-            gauges.term.set(view.term)
-            gauges.attempt.set(view.attempt.number if view.attempt is not None else 0)
-            gauges.protected_step.set(view.protected_step)
-            gauges.protected_age_s.set(view.protected_age_s)
-            gauges.ready_step.set(view.ready_step)
-            gauges.nodes_alive.set(sum(node.alive for node in view.nodes))
-            gauges.placements_unmet.set(len(self.core.placing.plan.unmet) if self.core is not None else 0)
-            gauges.broker_connected.set(view.broker == "connected")
-            gauges.log_away_s.set(view.log_away_s)
-            gauges.provisional.set(view.attempt is not None and view.attempt.provisional)
-            gauges.attempts_fenced.set(len(self.core.outage.fenced) if self.core is not None else 0)
+        if self.core is not None:
+            known, gauges = self._moment(self.core), self.metrics
+            gauges.term.set(known.term)
+            gauges.attempt.set(known.log_view.state.attempt_number)
+            gauges.protected_step.set(known.protected_step)
+            gauges.protected_age_s.set(known.protected_age_s)
+            gauges.ready_step.set(known.log_view.ready_step)
+            gauges.nodes_alive.set(sum(node.alive for node in known.nodes))
+            gauges.placements_unmet.set(len(known.plan.unmet))
+            gauges.broker_connected.set(known.broker == "connected")
+            gauges.log_away_s.set(known.log_away_s)
+            gauges.provisional.set(known.provisional)
+            gauges.attempts_fenced.set(len(self.core.outage.fenced))
 
     # --- what the HTTP server asks ---------------------------------------------------------------------------------
 
@@ -137,12 +137,15 @@ class Coordinator:
 
     def desired(self, *, node: str = "") -> Desired | None:
         """Return how the job is wanted to be: all of it, or what a node needs."""
+        cut = self._cut()
+        return None if cut is None else cut.of(node) if node else cut.whole
+
+    def _cut(self) -> Extracts | None:
+        """Return the extracts of the newest Desired, which is cut once for all."""
         whole = self.core.desired if self.core is not None else None
-        if whole is None or not node:
-            return whole
-        if self._extracts is None or self._extracts.whole is not whole:
+        if whole is not None and (self._extracts is None or self._extracts.whole is not whole):
             self._extracts = Extracts(whole)
-        return self._extracts.of(node)
+        return self._extracts
 
     async def desired_after(self, term: int, version: int) -> None:
         """Return once there is a Desired newer than (term, version), or the reign is over."""
@@ -218,13 +221,14 @@ class Coordinator:
         finally:
             self._waiting.pop(number, None)
 
-    def status(self) -> Overview | None:
-        """Return what is safe where; None while the log is still being read."""
-        if self.core is None:
-            return None
+    def status(self) -> Slices[Overview] | None:
+        """Work out what is safe where by now; None while the log is still being read."""
+        return None if self.core is None else overview(self._moment(self.core))
+
+    def _moment(self, core: Core) -> Moment:
         broker = "none" if self._broker is None else ("connected" if self._broker.is_connected else "away")
         standbys = tuple(sorted(url for url, at_s in self.standbys.items() if _now_s() - at_s < STANDBY_FORGOTTEN_S))
-        return overview(self.core, broker=broker, standbys=standbys, now_s=_now_s())
+        return moment(core, broker=broker, standbys=standbys, now_s=_now_s())
 
     # --- what the broker brings ------------------------------------------------------------------------------------
 
@@ -376,9 +380,9 @@ class Coordinator:
             self._news.clear()
             async with self._changed:
                 self._changed.notify_all()
-            desired = self.desired()
-            if desired is not None and self._broker is not None:
-                await self._broker.publish(desired)
+            cut = self._cut()
+            if cut is not None and self._broker is not None:
+                await self._broker.publish(cut)
 
     async def _log_moved(self) -> None:
         assert self.core is not None

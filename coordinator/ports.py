@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol, TypeAlias
 
+from toprope.coordinator.extracts import Extracts
 from toprope.coordinator.settings import Wrap
 from toprope.coordinator.wire import Desired, Health, Inventory, Presence, Provisional
 from toprope.store.checkpoint.manifest import Index, Shard
@@ -115,8 +116,8 @@ class BrokerPort(Protocol):
     async def run(self) -> None:
         """Stay connected until cancelled."""
 
-    async def publish(self, desired: Desired) -> None:
-        """Publish the retained document; when this returns the broker has it, or there is no connection."""
+    async def publish(self, extracts: Extracts) -> None:
+        """Publish the retained documents; when this returns the broker has them, or there is no connection."""
 
     async def beat(self, health: Health) -> None:
         """Publish the leader's presence, which is not retained, if there is a connection."""

@@ -20,7 +20,7 @@ from toprope.coordinator.config import Config
 from toprope.coordinator.election import JITTER, Election, patience_after
 from toprope.coordinator.log import Log
 from toprope.coordinator.metrics import Metrics
-from toprope.coordinator.overview import Overview
+from toprope.coordinator.overview import Overview, Slices
 from toprope.coordinator.performer import Coordinator, ended
 from toprope.coordinator.ports import Document, Ports
 from toprope.coordinator.serving import NotLeadingError
@@ -238,8 +238,8 @@ class Terms:
         """Return the attempt for a launch, or why there is none."""
         return await self._leading().open(request)
 
-    def status(self) -> Overview | None:
-        """Return what is safe where; None while the log is still being read."""
+    def status(self) -> Slices[Overview] | None:
+        """Work out what is safe where by now; None while the log is still being read."""
         return self._leading().status()
 
 

@@ -21,6 +21,7 @@ from toprope.chaos.sim.options import Options
 from toprope.chaos.sim.oracle import HOLD_TTL_S
 from toprope.coordinator.adapters.objects import ThreadedStore, collected
 from toprope.coordinator.config import Config
+from toprope.coordinator.extracts import Extracts
 from toprope.coordinator.performer import BROKER_TOPICS
 from toprope.coordinator.ports import BrokerPort, Document, Ports
 from toprope.coordinator.serving import NotLeadingError
@@ -209,10 +210,10 @@ class _Link:
         """Keep connected."""
         await self._client.run()
 
-    async def publish(self, desired: Desired) -> None:
-        """Publish the document."""
+    async def publish(self, extracts: Extracts) -> None:
+        """Publish the whole document."""
         for _ in range(_TRIES):
-            if not self._client.session or await self._client.publish("desired", desired):
+            if not self._client.session or await self._client.publish("desired", extracts.whole):
                 return
             await asyncio.sleep(0.5)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Generator
 from contextlib import asynccontextmanager
 from typing import Protocol
 
@@ -74,8 +74,8 @@ class Service(Protocol):
     async def open(self, request: OpenRequest) -> OpenAnswer:
         """Return the attempt for a launch, or why there is none."""
 
-    def status(self) -> msgspec.Struct | None:
-        """Return what is safe where; None: not known yet."""
+    def status(self) -> Generator[None, None, msgspec.Struct] | None:
+        """Work out what is safe where by now, in slices between which all else goes on; None: not known yet."""
 
 
 def application(service: Service, *, token: str) -> web.Application:
@@ -118,9 +118,43 @@ async def served(app: web.Application, listen: Address) -> AsyncIterator[str]:
         await runner.cleanup()
 
 
+class Page:
+    """A page that takes long to work out, of thousands of ranks say: in slices, so that no decision waits for it.
+
+    It is worked out once at a time, for all who have asked before that was begun.
+    """
+
+    def __init__(self) -> None:
+        self._working = asyncio.Lock()
+        self._asked = self._answered = 0
+        self._body = b""
+
+    async def read(self, begin: Callable[[], Generator[None, None, msgspec.Struct]]) -> bytes:
+        """Return what ``begin`` works out, which is called now or later, and may raise."""
+        self._asked += 1
+        asked = self._asked
+        async with self._working:
+            if self._answered < asked:
+                slices, all_asked = begin(), self._asked
+                self._body = msgspec.json.encode(await _worked_out(slices))
+                self._answered = all_asked
+            return self._body
+
+
+async def _worked_out(slices: Generator[None, None, msgspec.Struct]) -> msgspec.Struct:
+    while True:
+        try:
+            next(slices)
+        except StopIteration as done:
+            result: msgspec.Struct = done.value
+            return result
+        await asyncio.sleep(0)
+
+
 class _Routes:
     def __init__(self, service: Service) -> None:
         self._service = service
+        self._page = Page()
 
     async def put_inventory(self, request: web.Request) -> web.Response:
         try:
@@ -190,10 +224,13 @@ class _Routes:
         return _json(encode(desired))
 
     async def get_status(self, _request: web.Request) -> web.Response:
+        return _json(await self._page.read(self._status))
+
+    def _status(self) -> Generator[None, None, msgspec.Struct]:
         status = self._service.status()
         if status is None:
             raise web.HTTPServiceUnavailable(text="not known yet: reading the log\n")
-        return _json(msgspec.json.encode(status))
+        return status
 
     async def get_health(self, request: web.Request) -> web.Response:
         standby = request.query.get("standby", "")

@@ -63,15 +63,15 @@ class Mqtt:
         self._nodes: dict[str, Desired | None] = {}
         """Who was heard over this connection, and what each was told last."""
 
-    async def publish(self, desired: Desired) -> None:
-        """Publish the document: to each node what it needs of it, where that has changed, and then the whole.
+    async def publish(self, extracts: Extracts) -> None:
+        """Publish the documents: to each node what it needs, where that has changed, and then the whole.
 
         All are retained. Without a connection nothing is done: a new one publishes anew.
         """
         client = self._client
         if client is None:
             return
-        self._extracts, self._whole = Extracts(desired), encode(desired)
+        self._extracts, self._whole = extracts, encode(extracts.whole)
         while self._client is client:
             try:
                 async with asyncio.timeout(_TIMEOUT_S) as self._publishing:
@@ -80,7 +80,9 @@ class Mqtt:
                     await client.publish(f"toprope/{self._job}/desired", self._whole, qos=1, retain=True)
             except (aiomqtt.MqttError, TimeoutError) as error:
                 _LOG.warning(
-                    "desired version %d was not published: %s", desired.version, str(error) or "no answer in time"
+                    "desired version %d was not published: %s",
+                    extracts.whole.version,
+                    str(error) or "no answer in time",
                 )
             else:
                 return

@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import msgspec
-from tests.support.reigns import Reign, copy_of
+from tests.support.reigns import Reign, copy_of, shown
 
 from toprope.coordinator.effects import ReadBackHere
 from toprope.coordinator.events import Heard
-from toprope.coordinator.overview import overview
 from toprope.coordinator.wire import Kept
 
 
@@ -82,7 +81,7 @@ def test_a_step_that_one_of_two_holders_has_passed_over_is_dropped() -> None:
 
 
 def test_status_says_how_many_losses_are_survived() -> None:
-    told = [overview(training_with(copies, "c").core, broker="none", now_s=0.0) for copies in (0, 1, 2, 3)]
+    told = [shown(training_with(copies, "c").core, now_s=0.0) for copies in (0, 1, 2, 3)]
     assert [(view.copies, view.survives) for view in told] == [(0, 0), (1, 1), (2, 2), (3, 2)]
 
 

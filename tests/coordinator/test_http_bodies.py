@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Generator
 
 from aiohttp import ClientSession, web
 from aiohttp.test_utils import TestServer
 from prometheus_client import CollectorRegistry
 from tests.support.reigns import FakeNode
 
-from toprope.coordinator.adapters.http import application
+from toprope.coordinator.adapters.http import Page, application
 from toprope.coordinator.adapters.nodes import HttpNodes
 from toprope.coordinator.wire import (
     MAX_INVENTORY_BYTES,
@@ -32,6 +32,7 @@ class Ear:
 
     def __init__(self) -> None:
         self.heard_all: list[Inventory] = []
+        self.known: Callable[[], Generator[None, None, Presence]] | None = None
 
     @property
     def registry(self) -> CollectorRegistry:
@@ -58,8 +59,8 @@ class Ear:
     def declare_dead(self, node: str) -> None:
         raise NotImplementedError
 
-    def status(self) -> Presence | None:
-        return None
+    def status(self) -> Generator[None, None, Presence] | None:
+        return None if self.known is None else self.known()
 
 
 def in_pieces(body: bytes, size: int = 100) -> list[bytes]:
@@ -109,3 +110,60 @@ async def test_an_inventory_that_is_put_in_pieces_is_heard() -> None:
         async with session.put(url, data=body()) as answer:
             assert answer.status == 503, "heard, and there is no Desired yet to answer with"
     assert ear.heard_all == [INVENTORY]
+
+
+def presence(node: str) -> Presence:
+    return Presence(node=node, boot_id="0b", incarnation="0a", alive=True)
+
+
+async def test_what_is_heard_does_not_wait_until_the_status_is_worked_out() -> None:
+    ear, begun = Ear(), asyncio.Event()
+
+    def slices() -> Generator[None, None, Presence]:
+        begun.set()
+        while not ear.heard_all:
+            yield
+        return presence("a")
+
+    async with (
+        asyncio.timeout(10.0),
+        TestServer(application(ear, token="")) as server,
+        ClientSession() as session,
+        asyncio.TaskGroup() as tasks,
+    ):
+        url = f"http://127.0.0.1:{server.port}/v1"
+
+        async def status() -> tuple[int, bytes]:
+            async with session.get(f"{url}/status") as answer:
+                return answer.status, await answer.read()
+
+        assert (await status())[0] == 503
+        ear.known = slices
+        asked = tasks.create_task(status())
+        await begun.wait()
+        async with session.put(f"{url}/nodes/a/inventory", data=encode(INVENTORY)):
+            pass
+        assert await asked == (200, encode(presence("a")))
+
+
+async def test_all_who_ask_while_a_page_is_worked_out_are_told_of_what_is_so_after_they_asked() -> None:
+    page, go, begun = Page(), asyncio.Event(), list[str]()
+
+    def begin() -> Generator[None, None, Presence]:
+        begun.append(str(len(begun)))
+        return slices(begun[-1])
+
+    def slices(name: str) -> Generator[None, None, Presence]:
+        while not go.is_set():
+            yield
+        return presence(name)
+
+    async with asyncio.timeout(10.0), asyncio.TaskGroup() as tasks:
+        first = tasks.create_task(page.read(begin))
+        await asyncio.sleep(0)
+        others = [tasks.create_task(page.read(begin)) for _ in range(3)]
+        await asyncio.sleep(0)
+        go.set()
+    assert await first == encode(presence("0"))
+    assert [await one for one in others] == [encode(presence("1"))] * 3
+    assert begun == ["0", "1"]

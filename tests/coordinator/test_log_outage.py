@@ -6,12 +6,11 @@ from typing import Literal
 
 import msgspec
 import pytest
-from tests.support.reigns import JOB, FakeNode, Reign, copy_of, training
+from tests.support.reigns import JOB, FakeNode, Reign, copy_of, shown, training
 
 from toprope.coordinator.core import Settings
 from toprope.coordinator.effects import Append, Enter, Learn
 from toprope.coordinator.events import Declared, LogMoved, OpenFailed
-from toprope.coordinator.overview import overview
 from toprope.coordinator.wire import AttemptView, Cadence, Kept, OpenAnswer
 from toprope.store.log.chain import append
 from toprope.store.log.records import Elected, Record, Struck, Taint
@@ -188,8 +187,7 @@ def test_one_whose_source_was_tainted_meanwhile_is_fenced_off(record: Record, wh
         if said.level == "error"
     )
     assert any(
-        "can't come into it: anything it saved is lost" in alarm
-        for alarm in overview(reign.core, broker="none", now_s=1.0).alarms
+        "can't come into it: anything it saved is lost" in alarm for alarm in shown(reign.core, now_s=1.0).alarms
     )
 
 
@@ -442,11 +440,11 @@ def test_the_outage_is_alarmed_and_what_waits_is_named() -> None:
     assert reign.ask("a", "b", launch_id=AGAIN) is None
     reign.adopt("a")
     reign.wait(3.0)
-    alarms = overview(reign.core, broker="none", now_s=reign.now_s).alarms
+    alarms = shown(reign.core, now_s=reign.now_s).alarms
     assert any(alarm.startswith("the job log has been away for 3 s") for alarm in alarms)
     assert "attempt 2 waits for these nodes to adopt it: b" in alarms
     reign.adopt("b")
-    view = overview(reign.core, broker="none", now_s=reign.now_s)
+    view = shown(reign.core, now_s=reign.now_s)
     assert view.attempt is not None
     assert view.attempt.provisional
     assert view.log_away_s == 3.0

@@ -11,6 +11,7 @@ import pytest
 from tests.coordinator.test_extracts import WHOLE
 
 from toprope.coordinator.adapters import mqtt
+from toprope.coordinator.extracts import Extracts
 from toprope.coordinator.performer import ended
 from toprope.coordinator.settings import Address
 
@@ -97,7 +98,7 @@ def test_a_connection_that_breaks_in_the_pause_after_a_failed_publication_ends_n
         async with asyncio.timeout(5.0), asyncio.TaskGroup() as tasks:
             running = tasks.create_task(client.run())
             await first.wait()
-            publishing = tasks.create_task(client.publish(WHOLE))
+            publishing = tasks.create_task(client.publish(Extracts(WHOLE)))
             await again.wait()
             assert not running.done()
             running.cancel()

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import msgspec
-from tests.support.reigns import Reign, training
+from msgspec.structs import replace
+from tests.support.reigns import Reign, shown, training
 
 from toprope.coordinator.events import Heard
-from toprope.coordinator.overview import overview
+from toprope.coordinator.overview import RankLine
 from toprope.coordinator.wire import Skip
 
 
 def alarms_of(reign: Reign) -> list[str]:
     """Return the alarms about READY."""
-    told = overview(reign.core, broker="connected", now_s=reign.now_s).alarms
+    told = shown(reign.core, broker="connected", now_s=reign.now_s).alarms
     return [alarm for alarm in told if alarm.startswith("READY")]
 
 
@@ -36,17 +37,17 @@ def test_what_costs_a_node_a_tier_is_an_alarm_with_its_name() -> None:
     node = reign.nodes["a"]
     inventory = msgspec.structs.replace(node.say(), troubles=("the local tier fails: full",))
     reign.do(Heard(inventory=inventory, live=True, now_s=reign.now_s))
-    told = overview(reign.core, broker="connected", now_s=reign.now_s).alarms
+    told = shown(reign.core, broker="connected", now_s=reign.now_s).alarms
     assert "node a: the local tier fails: full" in told
     reign.hear("a")
-    assert not [alarm for alarm in overview(reign.core, broker="none", now_s=0.0).alarms if "local tier" in alarm]
+    assert not [alarm for alarm in shown(reign.core, now_s=0.0).alarms if "local tier" in alarm]
 
 
 def test_the_cadence_that_slow_copies_could_keep_up_with_is_named_until_they_keep_up() -> None:
     reign = training()
 
     def told() -> list[str]:
-        alarms = overview(reign.core, broker="connected", now_s=reign.now_s).alarms
+        alarms = shown(reign.core, broker="connected", now_s=reign.now_s).alarms
         return [alarm for alarm in alarms if alarm.startswith("copies are slower")]
 
     reign.hold(2, tiers=("memory",))
@@ -71,6 +72,26 @@ def test_the_alarm_ends_when_a_newer_step_is_ready() -> None:
     assert alarms_of(reign) == []
 
 
+def test_of_each_rank_it_says_how_far_it_is_and_which_step_of_it_is_still_where() -> None:
+    reign = training()
+    train_to(reign, 9)
+    for step in (4, 2):  # in any order
+        reign.hold(step, tiers=("memory", "peer", "local"))
+    reign.hold(8, tiers=("object",))
+
+    def told() -> list[RankLine]:
+        return list(shown(reign.core, now_s=reign.now_s).ranks)
+
+    a = RankLine(rank=0, node="a", alive=True, step=9, memory=4, peer=4, local=4, object=8)
+    b = replace(a, rank=1, node="b")
+    assert told() == [a, b]
+    reign.nodes["a"].copies = [copy for copy in reign.nodes["a"].copies if copy.tier != "object"]
+    reign.hear("a")
+    assert told() == [a, b], "what was stored once is stored, whoever lists it"
+    reign.lose("b")
+    assert told() == [replace(a, peer=0), replace(b, alive=False, memory=0, local=0)]
+
+
 def test_of_the_newest_steps_that_were_skipped_it_says_by_which_ranks_and_why() -> None:
     reign = training()
     attempt = reign.core.log_view.state.attempt
@@ -83,7 +104,7 @@ def test_of_the_newest_steps_that_were_skipped_it_says_by_which_ranks_and_why() 
     ]
     reign.nodes["a"].skipped = [Skip(attempt_uid="0" * 32, step=8, rank=0, reason="of another attempt")]
     reign.hear()
-    told = [one for one in overview(reign.core, broker="none", now_s=reign.now_s).alarms if "not saved" in one]
+    told = [one for one in shown(reign.core, now_s=reign.now_s).alarms if "not saved" in one]
     assert told == [
         "step 5 was not saved by ranks 0, 1: no free slot",
         "step 6 was not saved by rank 1: no free slot",

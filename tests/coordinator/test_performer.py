@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
+import msgspec
 import pytest
+from tests.coordinator.test_extracts import WHOLE
 from tests.support.reigns import FakeNode
 
 from toprope.coordinator.effects import Effect
 from toprope.coordinator.events import Connected, Event, Heard, Ticked
+from toprope.coordinator.extracts import Extracts
 from toprope.coordinator.metrics import Metrics
 from toprope.coordinator.performer import Coordinator
+from toprope.coordinator.wire import Desired
 
 
 class BrokenCore:
@@ -44,6 +49,47 @@ def test_a_reign_that_is_over_takes_in_nothing() -> None:
     coordinator = Coordinator(config, metrics=Metrics())
     coordinator.core, coordinator._over = core, True
     coordinator._post(Ticked(now_s=0.0))
+
+
+class NotedBroker:
+    """A broker that notes what is published."""
+
+    def __init__(self) -> None:
+        self.published: asyncio.Queue[Extracts] = asyncio.Queue()
+
+    async def publish(self, extracts: Extracts) -> None:
+        self.published.put_nowait(extracts)
+
+
+def test_a_document_is_cut_once_for_all_who_are_told_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    cut: list[Desired] = []
+
+    def noted(whole: Desired) -> Extracts:
+        cut.append(whole)
+        return Extracts(whole)
+
+    monkeypatch.setattr("toprope.coordinator.performer.Extracts", noted)
+
+    async def serve() -> None:
+        config: Any = None
+        core: Any = SimpleNamespace(desired=WHOLE)
+        broker: Any = NotedBroker()
+        coordinator = Coordinator(config, metrics=Metrics())
+        assert coordinator.desired(node="a") is None
+        coordinator.core, coordinator._broker = core, broker
+        async with asyncio.timeout(5.0), asyncio.TaskGroup() as tasks:
+            publishing = tasks.create_task(coordinator._publish())
+            for whole in (WHOLE, msgspec.structs.replace(WHOLE, version=8)):
+                core.desired = whole
+                told = coordinator.desired(node="a")
+                coordinator._news.set()
+                published = await broker.published.get()
+                assert published.of("a") == told
+                assert coordinator.desired() is published.whole is whole
+            publishing.cancel()
+        assert [one.version for one in cut] == [7, 8]
+
+    asyncio.run(serve())
 
 
 class NotedCore:

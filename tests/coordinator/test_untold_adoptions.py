@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from tests.coordinator.test_log_outage import AGAIN, THIRD, away, waits
-from tests.support.reigns import Reign
+from tests.support.reigns import Reign, shown
 
 from toprope.coordinator.effects import Learn
 from toprope.coordinator.events import Learned
 from toprope.coordinator.outage import UNHEARD_MAX
-from toprope.coordinator.overview import overview
 
 
 def with_one_whose_port_is_shut() -> Reign:
@@ -35,7 +34,7 @@ def unanswered(reign: Reign, times: int) -> None:
 
 
 def alarms(reign: Reign) -> list[str]:
-    said = overview(reign.core, broker="none", now_s=reign.now_s).alarms
+    said = shown(reign.core, now_s=reign.now_s).alarms
     return [alarm for alarm in said if "node c has adopted attempt 2" in alarm]
 
 

@@ -46,6 +46,8 @@ from toprope.coordinator.events import (
 )
 from toprope.coordinator.intents import CommitStep, OpenAttempt, make_attempt, make_ready, make_spec
 from toprope.coordinator.log_view import LogView
+from toprope.coordinator.moment import moment
+from toprope.coordinator.overview import Overview, overview
 from toprope.coordinator.provisional import make_entry
 from toprope.coordinator.restore_choice import Offer, Stored
 from toprope.coordinator.wire import (
@@ -105,6 +107,17 @@ def copy_of(  # noqa: PLR0913 - what a copy consists of
         digest=digest_is or digest(attempt_uid, step, rank),
         **(listed if tier == "object" else {}),
     )
+
+
+def shown(core: Core, *, broker: str = "none", now_s: float) -> Overview:
+    """Return what ``ckpt status`` is told."""
+    slices = overview(moment(core, broker=broker, now_s=now_s))
+    while True:
+        try:
+            next(slices)
+        except StopIteration as done:
+            view: Overview = done.value
+            return view
 
 
 @dataclass
