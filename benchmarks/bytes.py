@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import zstandard
 
+from toprope.chaos.live.scratch import DISK, Scratch
 from toprope.sidecar.object_tier import ObjectTier
 from toprope.sidecar.values import Shard
 from toprope.store.checkpoint.codec import pack
@@ -74,8 +75,8 @@ def adapter(size: int) -> float:
     """Return what each further checkpoint of a run that changes one percent weighs, as a part of a full one."""
     rng = np.random.default_rng(7)
     frozen = {f"model.{n}": rng.standard_normal(size // 4 // 99, dtype=np.float32) for n in range(99)}
-    with tempfile.TemporaryDirectory() as directory:
-        tier = _OnTheLast(DirectoryStore(Path(directory)))
+    with Scratch(DISK) as scratch:
+        tier = _OnTheLast(DirectoryStore(scratch.path))
         sizes = []
         for step in range(1, STEPS + 1):
             trained = {"model.adapter": rng.standard_normal(size // 4 // 100, dtype=np.float32)}

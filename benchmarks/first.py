@@ -55,12 +55,13 @@ def main() -> None:
 def measure(*, mib: int, rounds: int) -> dict[str, Any]:
     """Run all rounds on a cluster of two nodes and return the figures."""
     from toprope.chaos.live.cluster import Cadences, running_cluster  # noqa: PLC0415 - not in the trainer's process
+    from toprope.chaos.live.scratch import DISK, Scratch  # noqa: PLC0415 - as above
 
     cadences = Cadences(every=EVERY, local_every=8 * EVERY, object_every=8 * EVERY)
     samples: list[dict[str, Any]] = []
     with (
-        tempfile.TemporaryDirectory(prefix="toprope-bench-") as directory,
-        running_cluster(Path(directory), job="bench", cadences=cadences) as cluster,
+        Scratch(DISK) as scratch,
+        running_cluster(scratch.path, job="bench", cadences=cadences) as cluster,
     ):
         for number in range(rounds + 1):  # the first has nothing to restore
             words = ["--round", str(cluster.nodes["a"].socket), "--coordinator", cluster.coordinator_url]

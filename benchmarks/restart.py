@@ -17,13 +17,13 @@ import random
 import signal
 import statistics
 import sys
-import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 from toprope.chaos.live.cluster import Cadences, running_cluster
 from toprope.chaos.live.processes import Process, become_subreaper, kill_tree, wait_until
+from toprope.chaos.live.scratch import DISK, Scratch
 
 JOB, EVERY = "restart", 5
 PATIENCE_S = 120.0
@@ -75,8 +75,8 @@ def main() -> None:
     ways = {"cold": [], **{f"--warm {modules}": ["--warm", modules] for modules in options.warm}}
     found = {}
     for way, words in ways.items():
-        with tempfile.TemporaryDirectory() as directory:
-            found[way] = restarts(Path(directory), words, kills=options.kills)
+        with Scratch(DISK) as scratch:
+            found[way] = restarts(scratch.path, words, kills=options.kills)
         times = " ".join(f"{one:.2f}" for one in found[way])
         print(f"{way:30} median {statistics.median(found[way]):5.2f} s   of {times}", flush=True)
     if options.json:

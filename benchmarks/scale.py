@@ -15,7 +15,6 @@ import json
 import os
 import platform
 import sys
-import tempfile
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +23,7 @@ from typing import Any
 from toprope.chaos.live.broker import start_broker
 from toprope.chaos.live.fleet import Fleet
 from toprope.chaos.live.processes import Process, free_port, wait_ready
+from toprope.chaos.live.scratch import DISK, Scratch
 from toprope.coordinator.settings import Address
 
 JOB = "scale"
@@ -71,8 +71,8 @@ def parser() -> argparse.ArgumentParser:
 
 def main() -> None:
     options = parser().parse_args()
-    with tempfile.TemporaryDirectory(prefix="toprope-scale-") as directory:
-        figures = measure(options, Path(directory))
+    with Scratch(DISK) as scratch:
+        figures = measure(options, scratch.path)
     show(figures)
     if options.json is not None:
         options.json.write_text(json.dumps(figures, indent=2) + "\n")

@@ -22,7 +22,6 @@ import signal
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -32,7 +31,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, TypeAlias
 
-from first import BYTES_PER_PARAMETER, EVERY, MEMORY, PARAMETERS_EACH, shared, timed, wait_protected
+from first import BYTES_PER_PARAMETER, EVERY, PARAMETERS_EACH, shared, timed, wait_protected
 from others import NEED_PEERS, OTHERS, saving
 
 Range: TypeAlias = tuple[int, int, int]
@@ -74,6 +73,7 @@ def main() -> None:
 def measure(*, mib: int, rounds: int, kinds: Sequence[str], peers: Path | None) -> dict[str, Any]:
     """Run all rounds on a cluster of two nodes and return the figures."""
     from toprope.chaos.live.cluster import Cadences, running_cluster  # noqa: PLC0415 - not in the trainer's process
+    from toprope.chaos.live.scratch import DISK, Scratch  # noqa: PLC0415 - as above
 
     absent = {} if peers else {kind: "give --peers" for kind in kinds if kind in NEED_PEERS}
     kinds = [kind for kind in kinds if kind not in absent]
@@ -83,12 +83,12 @@ def measure(*, mib: int, rounds: int, kinds: Sequence[str], peers: Path | None) 
     samples: dict[str, list[dict[str, list[float]]]] = {}
     loads = []
     with (
-        tempfile.TemporaryDirectory(prefix="toprope-bench-") as directory,
-        tempfile.TemporaryDirectory(prefix="toprope-bench-", dir=MEMORY if MEMORY.is_dir() else None) as memory,
-        running_cluster(Path(directory), job="bench", cadences=cadences) as cluster,
+        Scratch(DISK) as scratch,
+        Scratch() as memory,
+        running_cluster(scratch.path, job="bench", cadences=cadences) as cluster,
     ):
         command = [sys.executable, __file__, "--round", str(cluster.nodes["a"].socket)]
-        env["TMPDIR"] = memory  # for what others save
+        env["TMPDIR"] = str(memory.path)  # for what others save
         command += ["--coordinator", cluster.coordinator_url, "--mib", str(mib), "--only"]
         for number in range(rounds):
             loads.append(os.getloadavg()[0])

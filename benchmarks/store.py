@@ -26,7 +26,6 @@ import shutil
 import statistics
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -35,7 +34,6 @@ from pathlib import Path
 from typing import Any
 
 MIB = 1024 * 1024
-MEMORY = Path("/dev/shm")  # noqa: S108 - the tmpfs that slots are made for
 BUCKET = "bench"
 WAYS = ("up", "down")
 CLIENTS = ("ours", "s3transfer", "aws", "rclone", "crt")
@@ -84,11 +82,13 @@ def main() -> None:
 
 def measure(*, mib: int, rounds: int, ways: tuple[str, ...], aws: str, crt: str) -> Iterator[list[Sample]]:
     """Run all rounds, and yield the samples of each."""
+    from toprope.chaos.live.scratch import Scratch  # noqa: PLC0415 - not in the process of a transfer
+
     programs = {"aws": aws, "rclone": "rclone", "crt": crt}
     clients = [client for client in CLIENTS if client not in programs or shutil.which(programs[client])]
     print(f"clients: {', '.join(clients)}", file=sys.stderr)
-    with tempfile.TemporaryDirectory(prefix="toprope-bench-", dir=MEMORY) as directory:
-        source = Path(directory) / "source"
+    with Scratch() as memory:
+        source = memory.path / "source"
         digest = make_source(source, mib=mib)
         for number in range(rounds):
             turns = clients[number % len(clients) :] + clients[: number % len(clients)]
@@ -112,12 +112,13 @@ def one_round(
 ) -> list[Sample]:
     """Let each client upload and then each download, or one of these, from a fresh server."""
     from toprope.chaos.live.s3_server import running_s3  # noqa: PLC0415 - not in the process of a transfer
+    from toprope.chaos.live.scratch import DISK, Scratch  # noqa: PLC0415 - as above
 
     samples = []
     target = source.with_name("target")
     with (
-        tempfile.TemporaryDirectory(prefix="toprope-bench-") as directory,
-        running_s3(Path(directory), port=_HTTP_PORT if "crt" in turns else None) as server,
+        Scratch(DISK) as disk,
+        running_s3(disk.path, port=_HTTP_PORT if "crt" in turns else None) as server,
     ):
         server.make_bucket(BUCKET)
         env = os.environ | server.environment

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from pathlib import Path
 from typing import Annotated
 
@@ -14,6 +13,7 @@ from rich.console import Console
 from toprope.chaos import cli_matrix, cli_reports, cli_scenarios, survival
 from toprope.chaos import demo as the_demo
 from toprope.chaos.live.processes import LiveError, ending_well
+from toprope.chaos.live.scratch import DISK, Scratch
 from toprope.chaos.progress import Progress
 from toprope.chaos.report import render
 from toprope.chaos.sim import search, shrink
@@ -126,8 +126,8 @@ def demo(
     if keep is not None:
         good = _run(plan, keep.absolute(), json)
     else:
-        with tempfile.TemporaryDirectory(prefix="toprope-demo-") as directory:
-            good = _run(plan, Path(directory), json)
+        with Scratch(DISK) as scratch:
+            good = _run(plan, scratch.path, json)
     raise typer.Exit(0 if good else 1)
 
 

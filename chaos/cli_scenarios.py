@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +15,7 @@ from rich.console import Console
 from toprope.chaos.defects import DEFECTS
 from toprope.chaos.faults.kinds import KINDS
 from toprope.chaos.live.processes import LiveError, ending_well
+from toprope.chaos.live.scratch import DISK, Scratch
 from toprope.chaos.permit import permit
 from toprope.chaos.progress import Progress
 from toprope.chaos.promises import PROMISES
@@ -160,8 +160,8 @@ def _directory(keep: Path | None) -> Iterator[Path]:
     if keep is not None:
         yield keep.absolute()
         return
-    with tempfile.TemporaryDirectory(prefix="toprope-chaos-") as directory:
-        yield Path(directory)
+    with Scratch(DISK) as scratch:
+        yield scratch.path
 
 
 def _report(verdict: Verdict, *, as_json: bool, junit: Path | None, html: Path | None) -> int:

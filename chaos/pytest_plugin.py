@@ -8,7 +8,6 @@ JSON, JUnit XML and a page of HTML of each run there. Nothing but pytest is load
 from __future__ import annotations
 
 import re
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -128,6 +127,7 @@ def chaos_judge() -> Iterator[Callable[[Loaded, int], Verdict]]:
         def judge(loaded: Loaded, seed: int) -> Verdict:
             from rich.console import Console  # noqa: PLC0415 - nothing is loaded before
 
+            from toprope.chaos.live.scratch import DISK, Scratch  # noqa: PLC0415 - nothing is loaded before
             from toprope.chaos.permit import permit  # noqa: PLC0415 - nothing is loaded before
             from toprope.chaos.progress import Progress  # noqa: PLC0415 - nothing is loaded before
             from toprope.chaos.running import Order, run  # noqa: PLC0415 - nothing is loaded before
@@ -139,11 +139,8 @@ def chaos_judge() -> Iterator[Callable[[Loaded, int], Verdict]]:
                 stages.append(stack.enter_context(Stage()))
             stage = stages[0]
             assert isinstance(stage, Stage)
-            with (
-                tempfile.TemporaryDirectory(prefix="toprope-chaos-") as directory,
-                Progress(Console(stderr=True)) as say,
-            ):
-                return run(Order(loaded=loaded, seed=seed, permit=allowed, directory=Path(directory)), stage, say)
+            with Scratch(DISK) as scratch, Progress(Console(stderr=True)) as say:
+                return run(Order(loaded=loaded, seed=seed, permit=allowed, directory=scratch.path), stage, say)
 
         yield judge
 

@@ -10,7 +10,6 @@ import argparse
 import os
 import platform
 import sys
-import tempfile
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -20,6 +19,7 @@ from rich.console import Console
 from test_long import source_commit
 
 from toprope.chaos.live.processes import LiveError
+from toprope.chaos.live.scratch import DISK, Scratch
 from toprope.chaos.permit import Permit
 from toprope.chaos.progress import Progress
 from toprope.chaos.running import Order, run
@@ -57,8 +57,8 @@ def tried(name: str, stage: Stage, *, seed: int) -> Kept:
     """Run one scenario."""
     began_s = time.monotonic()
     verdict, failed = None, ""
-    with tempfile.TemporaryDirectory(prefix="toprope-chaos-") as directory, Progress(Console(stderr=True)) as progress:
-        order = Order(loaded=load(name), seed=seed, permit=PERMIT, directory=Path(directory))
+    with Scratch(DISK) as scratch, Progress(Console(stderr=True)) as progress:
+        order = Order(loaded=load(name), seed=seed, permit=PERMIT, directory=scratch.path)
         try:
             verdict = run(order, stage, progress)
         except LiveError as error:

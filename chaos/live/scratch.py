@@ -1,4 +1,4 @@
-"""Directories in shared memory that do not outlive their maker, even one that was killed.
+"""Directories, in shared memory or on disk, that do not outlive their maker, even one that was killed.
 
 The maker holds a lock on its directory, which the kernel lets go when the maker ends, however that happens. Whoever
 makes the next directory removes those whose lock is free.
@@ -17,6 +17,8 @@ from typing import Self
 
 from toprope.chaos.live.mounts import unmount_below
 
+DISK = Path(tempfile.gettempdir())
+"""The parent of what is too large for memory."""
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - the tmpfs that slots are made for
 _PREFIX = "toprope-scratch-"
 
@@ -27,7 +29,7 @@ class Scratch:
     def __init__(self, parent: Path | None = None) -> None:
         """Make it, and remove what dead makers have left."""
         usable = os.access(_SHARED_MEMORY, os.W_OK)
-        parent = parent or (_SHARED_MEMORY if usable else Path(tempfile.gettempdir()))
+        parent = parent or (_SHARED_MEMORY if usable else DISK)
         sweep(parent)
         # locked before it has the name that others look for
         unlocked = Path(tempfile.mkdtemp(prefix=".toprope-", dir=parent))

@@ -10,9 +10,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.chaos.test_scratch import program, said
 
 from toprope.chaos.live.mounts import Mounts, unmount_below
 from toprope.chaos.live.processes import LiveError
+from toprope.chaos.live.scratch import Scratch
 
 pytestmark = pytest.mark.skipif(
     os.geteuid() != 0 or shutil.which("mkfs.ext4") is None, reason="mounting takes root, and mkfs.ext4"
@@ -83,6 +85,32 @@ def test_what_a_killed_run_has_left_mounted_is_unmounted_by_whoever_clears_up(mo
     assert os.path.ismount(inner)
     unmount_below(left)
     assert not os.path.ismount(inner)
+
+
+_MOUNTS_A_DISK = """
+import sys, time
+from pathlib import Path
+from toprope.chaos.live.mounts import Mounts
+from toprope.chaos.live.scratch import Scratch
+path = Scratch(Path(sys.argv[1])).path
+(path / "disk").mkdir()
+Mounts().disk(path / "disk", mib=8, image=path / "disk.img")
+print("made", path, flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.skipif(not Path("/dev/loop-control").exists(), reason="a disk in a file takes loop devices")
+@pytest.mark.usefixtures("mounts")
+def test_a_disk_that_a_killed_run_has_left_mounted_is_gone_with_the_next_run(tmp_path: Path) -> None:
+    runs = directory(tmp_path, "runs")
+    killed = program(_MOUNTS_A_DISK, str(runs), directory=tmp_path)
+    (left,) = map(Path, said(killed))
+    killed.kill()
+    assert os.path.ismount(left / "disk")
+    with Scratch(runs) as own:
+        assert list(runs.iterdir()) == [own.path]
+    assert str(left) not in Path("/proc/self/mounts").read_text()
 
 
 def test_what_cant_be_mounted_is_told_with_the_command(mounts: Mounts, tmp_path: Path) -> None:
