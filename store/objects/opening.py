@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import secrets
 import stat
-from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -97,26 +94,13 @@ def empty_folders(root: str, job: str) -> tuple[str, ...]:
 
 
 def _s3(root: str) -> S3Store:
-    with _uncollected():
-        from toprope.store.objects.s3 import S3Store  # noqa: PLC0415 - botocore takes long to load, and few need it
-        from toprope.store.objects.s3_clients import Clients  # noqa: PLC0415 - as above
-        from toprope.store.objects.s3_location import parse_location  # noqa: PLC0415 - as above
+    from toprope.store.objects.s3 import S3Store  # noqa: PLC0415 - botocore takes long to load, and few need it
+    from toprope.store.objects.s3_clients import Clients  # noqa: PLC0415 - as above
+    from toprope.store.objects.s3_location import parse_location  # noqa: PLC0415 - as above
 
-        clients = Clients(location=parse_location(root))
-        clients.current()
+    clients = Clients(location=parse_location(root))
+    clients.current()
     return S3Store(clients)
-
-
-@contextmanager
-def _uncollected() -> Iterator[None]:
-    """Let Python's collector rest: it would go many times through a library, and its models, while they are loaded."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 def _open_s3(root: str, *, write: bool) -> ObjectStore:

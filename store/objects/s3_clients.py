@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, cast
 
@@ -65,23 +68,41 @@ class Clients:
         where = self.location
         try:
             session = botocore.session.Session(profile=where.profile)
-            client = session.create_client(
-                "s3",
-                endpoint_url=where.endpoint,
-                region_name=where.region or session.get_config_variable("region") or "us-east-1",
-                config=Config(
-                    retries={"total_max_attempts": 1},
-                    connect_timeout=self.connect_timeout_s,
-                    read_timeout=self.read_timeout_s,
-                    max_pool_connections=4 * PARALLEL_PARTS,
-                    s3={"addressing_style": _ADDRESSING[where.path_style]},
-                    request_checksum_calculation=where.checksums,
-                    response_checksum_validation=where.checksums,
-                    user_agent_extra="toprope",
-                ),
-            )
+            session.get_credentials()  # which may take seconds, where a service of the machine tells them
+            with _uncollected():
+                client = session.create_client(
+                    "s3",
+                    endpoint_url=where.endpoint,
+                    region_name=where.region or session.get_config_variable("region") or "us-east-1",
+                    config=self._config(),
+                )
             return cast("S3Client", client)
         except FOREIGN as error:
             raise translated(error, what="an S3 client", where=str(where)) from error
         except ValueError as error:  # botocore's word for an endpoint of the environment that is no URL
             raise translated(OSError(), what="an S3 client: AWS_ENDPOINT_URL is no URL", where=str(where)) from error
+
+    def _config(self) -> Config:
+        where = self.location
+        return Config(
+            retries={"total_max_attempts": 1},
+            connect_timeout=self.connect_timeout_s,
+            read_timeout=self.read_timeout_s,
+            max_pool_connections=4 * PARALLEL_PARTS,
+            s3={"addressing_style": _ADDRESSING[where.path_style]},
+            request_checksum_calculation=where.checksums,
+            response_checksum_validation=where.checksums,
+            user_agent_extra="toprope",
+        )
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Let Python's collector rest: it would go many times through the models of a client, while they are loaded."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
