@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import gc
+import logging
 import os
 import secrets
 import stat
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import unquote
 
-from toprope.store.errors import AlreadyExistsError, UnavailableError, UsageError
+from toprope.store.errors import AlreadyExistsError, NoStoreError, UnavailableError, UsageError
 from toprope.store.names import Key, checked_id, shards_prefix
 from toprope.store.objects.directory import DirectoryStore
 from toprope.store.objects.patient import PatientStore, is_networked
@@ -24,7 +29,10 @@ if TYPE_CHECKING:
 UPLOAD_GRACE = timedelta(days=1)
 """An upload of a shard that has not come to its end after this time never will."""
 
+_LOG = logging.getLogger("toprope.store")
 _S3 = "s3://"
+_SILENT_S = 10.0
+"""After so long whoever opens a store is told what is waited for."""
 
 
 def open_store(root: str, *, write: bool = False, patient: bool = True) -> ObjectStore:
@@ -94,23 +102,49 @@ def empty_folders(root: str, job: str) -> tuple[str, ...]:
 
 
 def _s3(root: str) -> S3Store:
-    from toprope.store.objects.s3 import S3Store  # noqa: PLC0415 - botocore takes long to load, and few need it
-    from toprope.store.objects.s3_clients import Clients  # noqa: PLC0415 - as above
-    from toprope.store.objects.s3_location import parse_location  # noqa: PLC0415 - as above
+    with _uncollected():
+        from toprope.store.objects.s3 import S3Store  # noqa: PLC0415 - botocore takes long to load, and few need it
+        from toprope.store.objects.s3_clients import Clients  # noqa: PLC0415 - as above
+        from toprope.store.objects.s3_location import parse_location  # noqa: PLC0415 - as above
 
-    clients = Clients(location=parse_location(root))
-    clients.current()
+        clients = Clients(location=parse_location(root))
+        clients.current()
     return S3Store(clients)
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Let Python's collector rest: it would go many times through a library, and its models, while they are loaded."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def _open_s3(root: str, *, write: bool) -> ObjectStore:
     bucket = _s3(root)
     store = RetryStore(bucket)
-    if write:
-        _try_out(bucket)
-    else:
-        _look_at(store)
+    with _telling_of_silence(root):
+        if write:
+            _try_out(bucket)
+        else:
+            _look_at(store)
     return store
+
+
+@contextmanager
+def _telling_of_silence(root: str) -> Iterator[None]:
+    words = "store %s has not answered for %g s; it is waited for"
+    timer = threading.Timer(_SILENT_S, _LOG.warning, (words, root, _SILENT_S))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _look_at(store: ObjectStore) -> None:
@@ -118,15 +152,27 @@ def _look_at(store: ObjectStore) -> None:
     nothing = "probe/none/"
     try:
         next(store.list(nothing), None)
+    except NoStoreError as error:
+        raise type(error)(str(error).removeprefix(f"{nothing}: ")) from error
     except UnavailableError as error:
         said = str(error).removeprefix(f"{nothing}: ")
         raise UnavailableError(f"the store can't be reached: {said}. Is its address right, and does it run?") from error
 
 
 def _try_out(bucket: S3Store) -> None:
+    from toprope.store.objects.s3_errors import FailingError, NoBucketError  # noqa: PLC0415 - as in _s3
+
     key = Key(f"probe/{secrets.token_hex(16)}")
     try:
         _probe(RetryStore(bucket), key)
+    except FailingError:  # as some servers answer a write into a bucket that there is not
+        try:
+            _look_at(RetryStore(bucket))
+        except NoBucketError:
+            raise
+        except UnavailableError:
+            pass
+        raise
     finally:
         bucket.forget_probe(key)
 

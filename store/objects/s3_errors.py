@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
+from http import HTTPStatus
 from typing import Any
 
 from botocore.exceptions import (
@@ -47,6 +48,14 @@ class ExpiredCredentialsError(UnavailableError):
     """The store no longer takes the credentials: read them again. Nothing was done."""
 
 
+class NoBucketError(NoStoreError):
+    """There is no such bucket."""
+
+
+class FailingError(UnavailableError):
+    """The server says that it failed: whether it has done what was asked is not known."""
+
+
 class NotFoundError(UnavailableError):
     """Object or bucket are not there: which of them, the answer to a HEAD does not say."""
 
@@ -57,7 +66,7 @@ _EXACT: dict[str, tuple[type[CkptError], str]] = {
     "PreconditionFailed": _EXISTS,
     "412": _EXISTS,
     "NoSuchKey": (MissingObjectError, "no such object in {where}"),
-    "NoSuchBucket": (NoStoreError, "store {where} can't be reached: there is no such bucket"),
+    "NoSuchBucket": (NoBucketError, "store {where}: there is no such bucket; check its name, or make it"),
     "NoSuchUpload": (UnavailableError, "its upload is no longer known to store {where}"),
     "404": (NotFoundError, "nothing is found there by store {where}"),
     "InvalidRange": _PAST_ITS_END,
@@ -100,7 +109,8 @@ def _from_server(response: Any, *, what: str, where: str) -> CkptError:  # noqa:
         )
     if code in _REPLACED_ON_THE_WAY:
         return UnavailableError(f"{what}the bytes did not arrive at store {where} as they were sent ({code})")
-    return UnavailableError(f"{what}store {where} answered {status} {code}{_hint(code)}")
+    kind = FailingError if status >= HTTPStatus.INTERNAL_SERVER_ERROR else UnavailableError
+    return kind(f"{what}store {where} answered {status} {code}{_hint(code)}")
 
 
 def _exact(code: str, response: Any, *, what: str, where: str) -> CkptError | None:  # noqa: ANN401 - as above

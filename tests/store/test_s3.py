@@ -34,13 +34,14 @@ from toprope.store.errors import (
     AlreadyExistsError,
     CkptError,
     CorruptObjectError,
+    NoStoreError,
     UnavailableError,
     UsageError,
 )
 from toprope.store.log.chain import Sleep, append_steps, perform, read_log, run_steps
 from toprope.store.log.records import Elected
 from toprope.store.names import Key
-from toprope.store.objects import s3
+from toprope.store.objects import opening, s3
 from toprope.store.objects.opening import open_store, sweep_uploads
 from toprope.store.objects.parts import Limits
 from toprope.store.objects.protocol import ObjectStore
@@ -520,6 +521,46 @@ def test_a_missing_bucket_is_no_missing_object(strict: StrictS3) -> None:
     for write in (False, True):
         with pytest.raises(UnavailableError, match="no such bucket"):
             open_store(root, write=write)
+
+
+@pytest.mark.usefixtures("no_waiting")
+def test_a_missing_bucket_is_told_of_where_the_server_only_says_that_it_failed(strict: StrictS3) -> None:
+    strict.rules.append(Rule(operation="PutObject", fault="500 InternalError", times=2))
+    with pytest.raises(NoStoreError, match=r"store s3://bucket-2/ at \S+: there is no such bucket; check its name"):
+        open_store(strict.root().replace("bucket/", "bucket-2/", 1), write=True)
+    with pytest.raises(UnavailableError, match="answered 500 InternalError") as failed:
+        open_store(strict.root(), write=True)
+    assert not isinstance(failed.value, NoStoreError), "waiting may help"
+
+
+@pytest.mark.usefixtures("no_waiting")
+def test_a_store_that_answers_is_not_asked_after(strict: StrictS3) -> None:
+    with pytest.raises(NoStoreError) as refused:
+        open_store(strict.root().replace("bucket/", "bucket-2/", 1))
+    assert "does it run" not in str(refused.value)
+
+
+@pytest.mark.parametrize("write", [False, True])
+def test_whoever_waits_for_a_silent_store_is_told_so(
+    strict: StrictS3, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, *, write: bool
+) -> None:
+    monkeypatch.setattr(opening, "_SILENT_S", 0.05)
+    told = threading.Event()
+
+    class Tell(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if "has not answered for 0.05 s; it is waited for" in record.getMessage():
+                told.set()
+
+    heard: list[bool] = []
+    strict.on_call = lambda _call: heard.append(told.wait(30))
+    logging.getLogger("toprope.store").addHandler(handler := Tell())
+    try:
+        open_store(strict.root(), write=write)
+    finally:
+        logging.getLogger("toprope.store").removeHandler(handler)
+    assert heard[0]
+    assert len(caplog.records) == 1, "once"
 
 
 def test_a_key_that_is_too_long_is_refused_before_it_is_sent(strict: StrictS3) -> None:

@@ -407,7 +407,7 @@ class Handler(BaseHTTPRequestHandler):
         )
         fault = self.state.fault_for(call)
         self.state.on_call(call)
-        if bucket != BUCKET:
+        if bucket != BUCKET and fault is None:
             self._refuse(404, "NoSuchBucket")
         else:
             self._answer(call, query, body, fault)
