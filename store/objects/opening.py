@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
 import secrets
@@ -76,6 +75,23 @@ def check_outside(directory: Path, root: str) -> None:
         raise UsageError(f"{directory}: lies inside the store {root}; give a directory somewhere else")
 
 
+def check_apart(target: str, root: str) -> None:
+    """Check that a store that is to be copied to is not, and does not lie in, the one that is copied.
+
+    Raises:
+        UsageError: it is, or does.
+    """
+    if target.startswith(_S3) and root.startswith(_S3):
+        (to, query), (of, query_of) = (one.partition("?")[::2] for one in (target, root))
+        is_inside = f"{to.rstrip('/')}/".startswith(f"{of.rstrip('/')}/") and query == query_of
+    elif target.startswith(_S3) or root.startswith(_S3):
+        return
+    else:
+        is_inside = _directory_of(target).resolve().is_relative_to(_directory_of(root).resolve())
+    if is_inside:
+        raise UsageError(f"{target}: is the store {root} or lies inside it; give another store to copy to")
+
+
 def sweep_uploads(root: str, job: str, *, grace: timedelta = UPLOAD_GRACE) -> tuple[Key, ...]:
     """Remove what writers of this job's objects left unfinished, and return the keys.
 
@@ -102,26 +118,13 @@ def empty_folders(root: str, job: str) -> tuple[str, ...]:
 
 
 def _s3(root: str) -> S3Store:
-    with _uncollected():
-        from toprope.store.objects.s3 import S3Store  # noqa: PLC0415 - botocore takes long to load, and few need it
-        from toprope.store.objects.s3_clients import Clients  # noqa: PLC0415 - as above
-        from toprope.store.objects.s3_location import parse_location  # noqa: PLC0415 - as above
+    from toprope.store.objects.s3 import S3Store  # noqa: PLC0415 - botocore takes long to load, and few need it
+    from toprope.store.objects.s3_clients import Clients  # noqa: PLC0415 - as above
+    from toprope.store.objects.s3_location import parse_location  # noqa: PLC0415 - as above
 
-        clients = Clients(location=parse_location(root))
-        clients.current()
+    clients = Clients(location=parse_location(root))
+    clients.current()
     return S3Store(clients)
-
-
-@contextmanager
-def _uncollected() -> Iterator[None]:
-    """Let Python's collector rest: it would go many times through a library, and its models, while they are loaded."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 def _open_s3(root: str, *, write: bool) -> ObjectStore:
