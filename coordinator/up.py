@@ -2,7 +2,8 @@
 
 It knows command lines only: it starts a broker, coordinators and a sidecar as a user would, on ports that stay the
 same, so that those who live find again the one who died. Of two coordinators one stands by. A child that ended because
-it was used wrongly is not started again: its last line says why, and everything stops.
+it was used wrongly is not started again: its last line says why, and everything stops. So it does if a child that has
+never served is refused by the store: one that is only away it waits for.
 """
 
 from __future__ import annotations
@@ -23,9 +24,10 @@ from types import FrameType
 
 from toprope.coordinator.adapters.broker import free_port
 from toprope.coordinator.config import check_cadence
+from toprope.coordinator.leader import ask_leader
 from toprope.coordinator.serving import write_ready_file
 from toprope.coordinator.wire import Cadence
-from toprope.store.errors import CkptError, UsageError
+from toprope.store.errors import CkptError, NoStoreError, UnavailableError, UsageError
 from toprope.store.names import checked_id
 from toprope.store.objects.opening import absolute_root
 
@@ -138,10 +140,13 @@ class Child:
     started_s: float = 0.0
     failures: int = 0
     start_at_s: float = 0.0
+    log_begin: int = 0
+    """Where in its log the words of this process begin."""
 
     def start(self, now_s: float) -> None:
         """Start it."""
         with self.log.open("ab") as log:
+            self.log_begin = log.seek(0, os.SEEK_END)
             self.process = subprocess.Popen(  # noqa: S603 - our own command line
                 self.command,
                 stdin=subprocess.DEVNULL,
@@ -153,9 +158,9 @@ class Child:
         self.started_s = now_s
 
     def last_line(self) -> str:
-        """Return the last line of its log."""
+        """Return the last line of its log, empty if this process has said nothing."""
         with self.log.open("rb") as log:
-            log.seek(max(0, log.seek(0, os.SEEK_END) - _LOG_TAIL_BYTES))
+            log.seek(max(self.log_begin, log.seek(0, os.SEEK_END) - _LOG_TAIL_BYTES))
             lines = log.read().decode(errors="replace").strip().splitlines()
         return lines[-1] if lines else ""
 
@@ -181,6 +186,8 @@ class Supervisor:
 
     children: list[Child]
     stopping: bool = False
+    all_served: bool = False
+    """All have served by now: a store that refuses one of them later has taken it before."""
 
     def watch(self, now_s: float) -> None:
         """Start what is not running and due.
@@ -198,7 +205,8 @@ class Supervisor:
     def _bury(self, child: Child, status: int, now_s: float) -> None:
         last = child.last_line()
         child.process = None
-        if status in _GIVE_UP_STATUSES and last.startswith("ckpt: "):
+        for_good = status in _GIVE_UP_STATUSES or (status == NoStoreError.exit_status and not self.all_served)
+        if for_good and last.startswith("ckpt: "):
             error = ChildError(f"the {child.name} stopped for good: {last.removeprefix('ckpt: ')}")
             error.exit_status = status  # type: ignore[misc] # the status of the child is the status of all
             raise error
@@ -206,7 +214,8 @@ class Supervisor:
         delay_s = _BACK_OFF_S[min(child.failures, len(_BACK_OFF_S) - 1)]
         child.start_at_s = now_s + delay_s
         how = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
-        tell(f"the {child.name} {how}; starting it again in {delay_s:g} s (log: {child.log})")
+        why = f": {last.removeprefix('ckpt: ')}" if last and status > 0 else ""
+        tell(f"the {child.name} {how}{why}; starting it again in {delay_s:g} s (log: {child.log})")
 
     def stop(self) -> None:
         """End all children, last started first."""
@@ -254,23 +263,24 @@ def up(
 
 
 def _supervise(supervisor: Supervisor, where: Layout, *, ports: Mapping[str, int], announce: Path | None) -> None:
-    began_s, announced = time.monotonic(), False
+    began_s = time.monotonic()
     while not supervisor.stopping:
         now_s = time.monotonic()
         supervisor.watch(now_s)
-        if not announced and all(ready_file(where, name).exists() for name in ports if name != "broker"):
+        if not supervisor.all_served and all(ready_file(where, name).exists() for name in ports if name != "broker"):
             _announce(supervisor, where, ports=ports, announce=announce)
-            announced = True
-        if not announced and now_s - began_s > _READY_S:
+            supervisor.all_served = True
+        if not supervisor.all_served and now_s - began_s > _READY_S:
             raise ChildError(f"coordinators and sidecar do not serve after {_READY_S:.0f} s; see {where.logs}")
         time.sleep(_POLL_S)
 
 
 def _announce(supervisor: Supervisor, where: Layout, *, ports: Mapping[str, int], announce: Path | None) -> None:
     urls = [_url(ports, name) for name in _coordinators(ports)]
+    leader = _leading(urls)
     content = {
         "job": where.job,
-        "url": urls[0],
+        "url": leader,
         "urls": urls,
         "broker": f"127.0.0.1:{ports['broker']}",
         "socket": str(where.socket),
@@ -283,7 +293,15 @@ def _announce(supervisor: Supervisor, where: Layout, *, ports: Mapping[str, int]
         f"job {where.job}: broker, coordinators ({len(urls)}) and sidecar of {where.node} are up; logs in {where.logs}"
     )
     print(f"export CKPT_SOCKET={where.socket}", flush=True)  # noqa: T201 - what a shell is to evaluate
-    tell(f"next: start your trainer with that variable set; `ckpt status --coordinator {urls[0]}` says what is safe")
+    tell(f"next: start your trainer with that variable set; `ckpt status --coordinator {leader}` says what is safe")
+
+
+def _leading(urls: Sequence[str]) -> str:
+    """Return which of these coordinators leads, as far as they say; any of them knows it later."""
+    try:
+        return ask_leader(urls, "/v1/status", token="").url
+    except UnavailableError:
+        return urls[0]
 
 
 def _make_directories(where: Layout) -> None:

@@ -418,6 +418,7 @@ def test_up_starts_all_restarts_what_dies_and_stops_all(
         assert f"runs already in {memory_dir}" in only_line(capsys)
         names = dict(zip(content["urls"], ("coordinator", "coordinator-2"), strict=True))
         (leader,) = (name for url, name in names.items() if health(url).get("role") == "leader")
+        assert names[content["url"]] == leader
         os.kill(content["pids"][leader], signal.SIGKILL)
         wait_until(lambda: "starting it again" in process.log.read_text(), what="it is noticed", timeout_s=30)
         wait_until(lambda: alive() == ["a"], what="the next coordinator hears node a", timeout_s=30)
