@@ -11,7 +11,8 @@ from toprope.chaos.evidence import Use
 
 WARM_AFTER_S = 300.0
 """A service is warm after so long, once it has done all that it does for the first time: sidecars grow by a MiB in
-their fifth minute, once. In a shorter run one that was there at the first READY is warm then."""
+their fifth minute, once, when Python's table of interned strings, such as parts of paths, becomes twice as large.
+In a shorter run one that was there at the first READY is warm then."""
 
 
 @dataclass(frozen=True, slots=True)
