@@ -19,11 +19,15 @@ _T = TypeVar("_T")
 
 
 class RankLine(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """A rank: where it sits, the last step it told of, and the newest step of it in each tier (0: none)."""
+    """A rank: where it sits, the last step it told of, and the newest step of it in each tier (0: none).
+
+    ``alive``: its node is, with the memory that it had; ``lock_held``: a process of it lives there and has slots.
+    """
 
     rank: int
     node: str
     alive: bool
+    lock_held: bool
     step: int
     memory: int
     peer: int
@@ -91,7 +95,8 @@ def overview(known: Moment) -> Slices[Overview]:
     """Work out what the coordinator knows, as it is shown."""
     state, progress = known.log_view.state, known.progress
     attempt = state.attempt
-    alarms = (*known.outage, *_alarms(known))
+    ranks = yield from _ranks(known)
+    alarms = (*known.outage, *_alarms(known), *_skips(known, ranks))
     yield
     return Overview(
         job=known.settings.job,
@@ -113,7 +118,7 @@ def overview(known: Moment) -> Slices[Overview]:
             why=attempt.why,
             provisional=known.provisional,
         ),
-        ranks=(yield from _ranks(known)),
+        ranks=ranks,
         nodes=(yield from _nodes(known)),
         copies=known.settings.copies,
         survives=known.plan.survives,
@@ -133,12 +138,15 @@ def _ranks(known: Moment) -> Slices[tuple[RankLine, ...]]:
     boots = {node.name: node.inventory.boot_id for node in known.nodes if node.alive}
     sits = {member.rank: member.node for member in facts.world}
     steps: dict[int, int] = {}
+    locked: set[int] = set()
     for nodes in _sliced(known.nodes, 128):
         yield
         for node in nodes:
             for one in node.inventory.ranks:
                 if one.attempt_uid == attempt.uid and sits.get(one.rank) == node.name:
                     steps[one.rank] = max(one.step, steps.get(one.rank, 0))
+                    if one.lock_held and node.alive:
+                        locked.add(one.rank)
     lines: list[RankLine] = []
     for world in _sliced(facts.world, 1024):
         yield
@@ -147,6 +155,7 @@ def _ranks(known: Moment) -> Slices[tuple[RankLine, ...]]:
                 rank=member.rank,
                 node=member.node,
                 alive=boots.get(member.node) == member.boot_id,
+                lock_held=member.rank in locked,
                 step=steps.get(member.rank, 0),
                 memory=newest["memory"].get(member.rank, 0),
                 peer=newest["peer"].get(member.rank, 0),
@@ -222,17 +231,25 @@ def _alarms(known: Moment) -> tuple[str, ...]:
         alarms.append("the broker is away; documents go by HTTP")
     alarms += [f"node {node.name}: {text}" for node in known.nodes if node.alive for text in node.inventory.troubles]
     alarms += [known.advice] if known.advice else []
-    return (*alarms, *_skips(known))
+    return tuple(alarms)
 
 
-def _skips(known: Moment) -> list[str]:
-    """Return of the newest steps that some ranks have not saved which ranks these are, and why."""
+def _skips(known: Moment, lines: Sequence[RankLine]) -> list[str]:
+    """Return of the newest steps that some ranks have not saved, nor any since, which ranks these are, and why."""
     attempt = known.log_view.state.attempt
+    told = [
+        skip
+        for node in known.nodes
+        if node.alive and attempt is not None
+        for skip in node.inventory.skipped
+        if skip.attempt_uid == attempt.uid
+    ]
+    ranks = {skip.rank for skip in told}
+    saved = {one.rank: max(one.memory, one.peer, one.local, one.object) for one in lines if one.rank in ranks}
     skipped: dict[int, dict[int, str]] = {}
-    for node in known.nodes:
-        for skip in node.inventory.skipped if node.alive else ():
-            if attempt is not None and skip.attempt_uid == attempt.uid:
-                skipped.setdefault(skip.step, {})[skip.rank] = skip.reason
+    for skip in told:
+        if saved.get(skip.rank, 0) < skip.step:
+            skipped.setdefault(skip.step, {})[skip.rank] = skip.reason
     return [
         f"step {step} was not saved by {_ranks_text(sorted(reasons))}: {', '.join(sorted(set(reasons.values())))}"
         for step, reasons in sorted(skipped.items())[-_STEPS_TOLD:]

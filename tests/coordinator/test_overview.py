@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import msgspec
+import pytest
 from msgspec.structs import replace
-from tests.support.reigns import Reign, shown, training
+from tests.support.reigns import Reign, copy_of, shown, training
 
 from toprope.coordinator.events import Heard
 from toprope.coordinator.overview import RankLine
-from toprope.coordinator.wire import Skip
+from toprope.coordinator.wire import Skip, Tier
 
 
 def alarms_of(reign: Reign) -> list[str]:
@@ -82,14 +83,14 @@ def test_of_each_rank_it_says_how_far_it_is_and_which_step_of_it_is_still_where(
     def told() -> list[RankLine]:
         return list(shown(reign.core, now_s=reign.now_s).ranks)
 
-    a = RankLine(rank=0, node="a", alive=True, step=9, memory=4, peer=4, local=4, object=8)
+    a = RankLine(rank=0, node="a", alive=True, lock_held=True, step=9, memory=4, peer=4, local=4, object=8)
     b = replace(a, rank=1, node="b")
     assert told() == [a, b]
     reign.nodes["a"].copies = [copy for copy in reign.nodes["a"].copies if copy.tier != "object"]
     reign.hear("a")
     assert told() == [a, b], "what was stored once is stored, whoever lists it"
     reign.lose("b")
-    assert told() == [replace(a, peer=0), replace(b, alive=False, memory=0, local=0)]
+    assert told() == [replace(a, peer=0), replace(b, alive=False, lock_held=False, memory=0, local=0)]
 
 
 def test_of_the_newest_steps_that_were_skipped_it_says_by_which_ranks_and_why() -> None:
@@ -109,4 +110,36 @@ def test_of_the_newest_steps_that_were_skipped_it_says_by_which_ranks_and_why() 
         "step 5 was not saved by ranks 0, 1: no free slot",
         "step 6 was not saved by rank 1: no free slot",
         "step 7 was not saved by ranks 0, 1, 2, 3, 4, 5, 6, 7 and 2 more: no free slot",
+    ]
+
+
+@pytest.mark.parametrize("tier", ["memory", "peer", "local", "object"])
+def test_a_step_that_was_skipped_is_told_of_until_its_rank_has_saved_that_one_or_a_later_one(tier: Tier) -> None:
+    reign = training()
+    attempt = reign.core.log_view.state.attempt
+    assert attempt is not None
+    reign.nodes["a"].skipped = [Skip(attempt_uid=attempt.uid, step=step, rank=0, reason="too late") for step in (3, 5)]
+    reign.nodes["b"].skipped = [Skip(attempt_uid=attempt.uid, step=5, rank=1, reason="state has grown")]
+
+    def told() -> list[str]:
+        reign.hear()
+        return [one for one in shown(reign.core, now_s=reign.now_s).alarms if "not saved" in one]
+
+    both = "step 5 was not saved by ranks 0, 1: state has grown, too late"
+    assert told() == ["step 3 was not saved by rank 0: too late", both]
+    reign.nodes["a"].copies = [copy_of(attempt.uid, 4, 0, tier)]
+    assert told() == [both]
+    reign.nodes["a"].copies = [copy_of(attempt.uid, 5, 0, tier)]
+    assert told() == ["step 5 was not saved by rank 1: state has grown"]
+    reign.nodes["a"].copies += [copy_of(attempt.uid, 8, 1, tier)]
+    assert told() == []
+
+
+def test_a_rank_whose_process_has_ended_holds_no_slot_of_its_node_which_lives_on() -> None:
+    reign = training()
+    reign.nodes["b"].ranks[1] = replace(reign.nodes["b"].ranks[1], lock_held=False)
+    reign.hear()
+    assert [(one.alive, one.lock_held) for one in shown(reign.core, now_s=reign.now_s).ranks] == [
+        (True, True),
+        (True, False),
     ]
