@@ -141,9 +141,9 @@ def _check_ended(url: str, job: str) -> None:
         raise UsageError(f"job {job}: {error}; end it first") from error
     found = msgspec.json.decode(view, type=Overview)
     if found.job == job:
-        living = [f"rank {rank.rank} on node {rank.node}" for rank in found.ranks if rank.alive]
-        who = f", and {', '.join(living[:5])} live" if living else ""
-        raise UsageError(f"job {job}: its coordinator answers at {url}{who}; end them first. Nothing was deleted")
+        living = [f"rank {rank.rank} on node {rank.node}" for rank in found.ranks if rank.lock_held]
+        who = f"{', '.join(living[:5])} live; end them" if living else "no rank of it is known to live; end it"
+        raise UsageError(f"job {job}: its coordinator answers at {url}, and {who} first. Nothing was deleted")
 
 
 @job_app.command("accept-spec")

@@ -12,9 +12,11 @@ from typing import Any
 import msgspec
 import pytest
 from aiohttp import web
+from msgspec.structs import replace
 from tests.coordinator.test_changes import ANYWHERE, TOKEN, ckpt, contents, reigning
 from tests.support.fake_store import FakeStore
 from tests.support.logs import SPEC, LogWriter, attempt, ready, uid
+from tests.support.reigns import shown, training
 from tests.support.stores import JobBuilder, small_store
 
 from toprope.coordinator.adapters.http import served
@@ -131,6 +133,38 @@ def test_it_refuses_while_a_coordinator_answers(tmp_path: Path, token: str, caps
     assert status == 64
     assert "coordinator answers at http" in capsys.readouterr().err
     assert files == len(contents(tmp_path)) > 5
+
+
+@pytest.mark.usefixtures("two_jobs")
+@pytest.mark.parametrize(
+    ("ended", "said"),
+    [
+        ((), "rank 0 on node a, rank 1 on node b live; end them first"),
+        ((1,), "rank 0 on node a live; end them first"),
+        ((0, 1), "no rank of it is known to live; end it first"),
+    ],
+)
+def test_it_names_the_ranks_that_live_and_none_that_has_ended_on_a_node_that_lives(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], ended: tuple[int, ...], said: str
+) -> None:
+    reign = training()
+    for node in reign.nodes.values():
+        node.ranks = {rank: replace(state, lock_held=rank not in ended) for rank, state in node.ranks.items()}
+    reign.hear()
+    body = msgspec.json.encode(shown(reign.core, now_s=reign.now_s))
+
+    async def status(_: web.Request) -> web.Response:
+        return web.Response(body=body)
+
+    async def purge() -> int:
+        application = web.Application()
+        application.router.add_get("/v1/status", status)
+        async with served(application, ANYWHERE) as url:
+            words = ("job", "purge", tmp_path, "job", "--dry-run", "--coordinator", url)
+            return await asyncio.to_thread(ckpt, *words)
+
+    assert asyncio.run(purge()) == 64
+    assert said in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("two_jobs")
