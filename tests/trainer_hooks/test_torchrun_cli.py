@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed.run
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from toprope.__main__ import main
 from toprope.trainer_hooks.errors import UsageError
@@ -73,6 +74,26 @@ def test_a_node_that_is_to_leave_hears_of_failures_from_its_keepers(started: Sta
     assert os.read(read, 8) == b"f"
     os.close(read)
     os.close(write)
+
+
+@pytest.mark.parametrize(("status", "how"), [(64, "with status 64"), (-9, "by SIGKILL")])
+def test_that_ranks_have_failed_is_one_line_with_the_first_of_them(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], status: int, how: str
+) -> None:
+    first = ProcessFailure(local_rank=1, pid=7, exitcode=status, error_file="none")
+    later = ProcessFailure(local_rank=0, pid=8, exitcode=1, error_file="none")
+    first.timestamp, later.timestamp = 1, 2
+    failed = ChildFailedError("train.py", {0: later, 1: first})
+
+    def fails(_words: list[str]) -> None:
+        raise failed
+
+    monkeypatch.setattr(torch.distributed.run, "main", fails)
+    assert main(["launch", "--", "torchrun", "train.py"]) == 1
+    said = f"ckpt launch: train.py has failed: rank 1 was the first to end, {how}; see above\n"
+    assert capsys.readouterr().err == said
+    with pytest.raises(ChildFailedError, match="Root Cause"):  # where else should it be said?
+        main(["launch", "--", "torchrun", "--redirects", "3", "train.py"])
 
 
 def test_a_place_where_nobody_listens_is_said_with_what_to_start(

@@ -22,6 +22,8 @@ from toprope.trainer_hooks.torchrun import settings, strikes, warm
 EXIT_FAILED, EXIT_AWAY = 1, 4
 _MODULE = "toprope.trainer_hooks.torchrun.worker"
 _MEETING = "toprope.trainer_hooks.torchrun.meeting"
+_FAILURES = "torch.distributed.elastic.multiprocessing.errors"
+_NOT_REDIRECTED = "0"
 _FROZEN_S = 10.0
 _MEETS_S = 60.0
 _POLL_S = 0.2
@@ -83,6 +85,8 @@ def rendezvous_parser() -> argparse.ArgumentParser:
 def launch(words: Sequence[str]) -> int:
     """Run torchrun in this process, made safe; what else it raises goes on to the caller, as from torchrun itself.
 
+    That ranks failed is a line here: the keepers have told of each, after its own last words.
+
     Raises:
         UsageError: it can't be made safe; the message says what to give.
     """
@@ -112,7 +116,7 @@ def launch(words: Sequence[str]) -> int:
     place = args.rendezvous if asked.alone else given.rdzv_endpoint or args.rendezvous
     if place and not _answers(place, what="--rdzv-endpoint" if place == given.rdzv_endpoint else "--rendezvous"):
         return _fail(place)
-    meeting = _torch(_MEETING)
+    meeting, failures = _torch(_MEETING), _torch(_FAILURES)
     meeting.register()
     tail = [given.training_script, *given.training_script_args]
     head = theirs[: len(theirs) - len(tail)]
@@ -120,6 +124,14 @@ def launch(words: Sequence[str]) -> int:
         run.main(settings.in_care(head, program=_program(args, given, pipe), tail=tail, safe=safe))
     except meeting.NodeLeavesError as error:
         sys.stderr.write(f"ckpt launch: {error}\n")
+        return EXIT_FAILED
+    except failures.ChildFailedError as error:
+        if given.redirects != _NOT_REDIRECTED:
+            raise  # what the ranks said went into files, and the end of it is in the error
+        rank, failure = error.get_first_failure()
+        how = f"with status {failure.exitcode}" if failure.exitcode >= 0 else f"by {failure.signal_name()}"
+        script = given.training_script
+        sys.stderr.write(f"ckpt launch: {script} has failed: rank {rank} was the first to end, {how}; see above\n")
         return EXIT_FAILED
     return 0
 
