@@ -166,8 +166,8 @@ def _are_known(fleet: Fleet) -> bool:
 
 def _latencies(steps: Any) -> dict[str, float]:  # noqa: ANN401 - what .values() gives
     """Return of all decisions and nodes the time from the last report to knowing: some quantiles."""
-    found: list[float] = sorted(known_s - step.told_s for step in steps for known_s in step.known_s)
-    first = sorted(min(step.known_s) - step.told_s for step in steps)
+    found: list[float] = sorted(known_s - step.told_s for step in steps for known_s in step.known_s.values())
+    first = sorted(min(step.known_s.values()) - step.told_s for step in steps)
     if not found:
         return {}
     return {
