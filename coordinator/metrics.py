@@ -10,9 +10,13 @@ class Metrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self.leading = self._gauge(
-            "toprope_coordinator_leading", "1 while this coordinator leads, 0 while it stands by"
+        self.leading = Gauge(
+            "toprope_coordinator_leading",
+            "1 while this coordinator leads, 0 while it stands by",
+            registry=self.registry,
         )
+        self._of_job: list[Gauge] = []
+        self._shown = True
         self.term = self._gauge("toprope_coordinator_term", "Term of this coordinator")
         self.attempt = self._gauge("toprope_attempt", "Number of the current attempt")
         self.protected_step = self._gauge("toprope_protected_step", "Newest step that is protected, 0 for none")
@@ -47,8 +51,17 @@ class Metrics:
         )
         self.requests_refused = self._counter("toprope_attempts_refused_total", "Requests for an attempt that got none")
 
+    def show(self, *, job: bool) -> None:
+        """Give the gauges of the job, or none of them: one that stands by does not know them, and 0 would be a lie."""
+        if job != self._shown:
+            self._shown = job
+            for gauge in self._of_job:
+                (self.registry.register if job else self.registry.unregister)(gauge)
+
     def _gauge(self, name: str, text: str) -> Gauge:
-        return Gauge(name, text, registry=self.registry)
+        gauge = Gauge(name, text, registry=self.registry)
+        self._of_job.append(gauge)
+        return gauge
 
     def _counter(self, name: str, text: str) -> Counter:
         return Counter(name, text, registry=self.registry)

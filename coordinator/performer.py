@@ -113,21 +113,23 @@ class Coordinator:
         self._extracts: Extracts | None = None
         self._unreachable = ""
 
-    def gauge(self) -> None:
-        """Set the metrics to what they are now."""
-        if self.core is not None:
-            known, gauges = self._moment(self.core), self.metrics
-            gauges.term.set(known.term)
-            gauges.attempt.set(known.log_view.state.attempt_number)
-            gauges.protected_step.set(known.protected_step)
-            gauges.protected_age_s.set(known.protected_age_s)
-            gauges.ready_step.set(known.log_view.ready_step)
-            gauges.nodes_alive.set(sum(node.alive for node in known.nodes))
-            gauges.placements_unmet.set(len(known.plan.unmet))
-            gauges.broker_connected.set(known.broker == "connected")
-            gauges.log_away_s.set(known.log_away_s)
-            gauges.provisional.set(known.provisional)
-            gauges.attempts_fenced.set(len(self.core.outage.fenced))
+    def gauge(self) -> bool:
+        """Set the gauges of the job to what they are now; return whether that is known yet."""
+        if self.core is None:
+            return False
+        known, gauges = self._moment(self.core), self.metrics
+        gauges.term.set(known.term)
+        gauges.attempt.set(known.log_view.state.attempt_number)
+        gauges.protected_step.set(known.protected_step)
+        gauges.protected_age_s.set(known.protected_age_s)
+        gauges.ready_step.set(known.log_view.ready_step)
+        gauges.nodes_alive.set(sum(node.alive for node in known.nodes))
+        gauges.placements_unmet.set(len(known.plan.unmet))
+        gauges.broker_connected.set(known.broker == "connected")
+        gauges.log_away_s.set(known.log_away_s)
+        gauges.provisional.set(known.provisional)
+        gauges.attempts_fenced.set(len(self.core.outage.fenced))
+        return True
 
     # --- what the HTTP server asks ---------------------------------------------------------------------------------
 

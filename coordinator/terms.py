@@ -183,8 +183,7 @@ class Terms:
     def registry(self) -> CollectorRegistry:
         """Return the metrics, as they are now."""
         self.metrics.leading.set(self.reign is not None)
-        if self.reign is not None:
-            self.reign.gauge()
+        self.metrics.show(job=self.reign is not None and self.reign.gauge())
         return self.metrics.registry
 
     def health(self, *, standby: str = "") -> Health:

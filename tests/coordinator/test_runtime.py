@@ -160,6 +160,12 @@ def roles(urls: list[str]) -> set[object]:
     return {health(url).get("role") for url in urls}
 
 
+def gauges(url: str) -> dict[str, str]:
+    """Return what a coordinator gives of these of its metrics."""
+    given = (line.split() for line in (get(url, "/metrics") or b"").decode().splitlines() if not line.startswith("#"))
+    return {name: value for name, value in given if name in {"toprope_coordinator_leading", "toprope_nodes_alive"}}
+
+
 async def refused(url: str) -> tuple[int, str | None]:
     """Return the status of the answer to a question that only a leader answers, and where that is said to be."""
     async with aiohttp.ClientSession() as client, client.get(f"{url}/v1/desired") as answer:
@@ -174,6 +180,8 @@ def test_of_two_coordinators_one_stands_by_says_who_leads_and_leads_once_that_on
     two = started(name="two")
     assert asyncio.run(refused(two.url)) == (409, one.url)
     assert (health(two.url)["role"], health(two.url)["leader"]) == ("follower", one.url)
+    leads = {"toprope_coordinator_leading": "1.0", "toprope_nodes_alive": "0.0"}
+    assert (gauges(one.url), gauges(two.url)) == (leads, {"toprope_coordinator_leading": "0.0"})
 
     wait_until(lambda: two.url in str(get(one.url, "/v1/status")), what="the leader knows of it", timeout_s=PATIENCE_S)
     assert main(["status", "--coordinator", two.url]) == 0
@@ -185,6 +193,7 @@ def test_of_two_coordinators_one_stands_by_says_who_leads_and_leads_once_that_on
     wait_until(lambda: health(two.url).get("role") == "leader", what="the other one leads", timeout_s=15)
     assert main(["status", "--coordinator", f"{one.url},{two.url}"]) == 0
     assert "term 2" in capsys.readouterr().out
+    assert gauges(two.url) == leads
     again = started("--listen", f"127.0.0.1:{port}", name="again")
     assert asyncio.run(refused(again.url)) == (409, two.url)
     assert health(two.url)["term"] == 2
