@@ -227,13 +227,13 @@ class _Store(ThreadedStore):
     """The object store as a coordinator has it, with less patience for holds that do not beat."""
 
     def __init__(self, world: World) -> None:
-        super().__init__(world.store)
+        super().__init__(world.objects)
         self._world = world
         self._watch = HoldWatch(ttl_s=HOLD_TTL_S)
 
     async def collect_garbage(self, state: JobState, _watch: HoldWatch, *, now_s: float) -> GcPlan:
         """Delete what the log has condemned."""
-        work = partial(collected, self._world.store, state, self._watch, now_s)
+        work = partial(collected, self._world.objects, state, self._watch, now_s)
         plan = await self._world.loop.stepwise(work)
         self._world.rounds += 1
         if plan.held:

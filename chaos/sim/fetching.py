@@ -100,7 +100,7 @@ class Fetching:
             place = (effect.attempt_uid, effect.step, shard.rank)
             try:
                 with self._world.trace.phase(f"staging from {way.kind} {way.tier}", place):
-                    path = await self._taken(effect, way)
+                    path = await self._twice(effect, way)
             except (WrongError, NetError, CkptError, OSError) as error:
                 tried.append(f"{way.tier} of {way.node}: {error}")
                 again |= isinstance(error, NetError | UnavailableError)
@@ -113,6 +113,16 @@ class Fetching:
             return
         reason = "; ".join(tried) or "nobody has it"
         self._car.post(on.StageFailed(attempt_uid=effect.attempt_uid, rank=shard.rank, reason=reason, again=again))
+
+    async def _twice(self, effect: do.Stage, way: Way) -> str:
+        """Take it, from the object store once more if wrong bytes come."""
+        try:
+            return await self._taken(effect, way)
+        except WrongError:
+            if way.kind != "object":
+                raise
+            self._world.trace.sometimes("wrong bytes of the store were asked for once more")
+            return await self._taken(effect, way)
 
     async def _taken(self, effect: do.Stage, way: Way) -> str:
         shard = effect.shard
@@ -143,12 +153,12 @@ class Fetching:
             )
             await self._receive(way.url, wanted, file, tier=way.tier)
         else:
-            index = await self._car.bulk(partial(read_index_at, self._world.store, Key(way.key)))
+            index = await self._car.bulk(partial(read_index_at, self._world.objects, Key(way.key)))
             if index.bytes != shard.bytes:
                 raise WrongError("it is not as long as it should be")
             with memoryview(file.data) as view:
                 await self._world.loop.stepwise(
-                    partial(write_image, self._world.store, index, partial(_write_into, view))
+                    partial(write_image, self._world.objects, index, partial(_write_into, view))
                 )
         if not is_right(digest(bytes(file.data)), shard.digest):
             raise WrongError("it is not what it should be")

@@ -112,22 +112,11 @@ class SimLoop(asyncio.BaseEventLoop):
         return task
 
     def run_in_executor(self, _executor: Any, func: Callable[..., T], *args: Any) -> asyncio.Future[T]:  # type: ignore[override]  # noqa: ANN401 - as in asyncio
-        """Call ``func`` at one instant, some time from now, and give its result some time later."""
-        done: asyncio.Future[T] = self.create_future()
-
-        def call() -> None:
-            try:
-                result = func(*args)
-            except Exception as error:  # noqa: BLE001 - as a pool of threads does
-                self._failed(done, error)
-            else:
-                self.call_later(self._call_s(), _give, done, result)
-
-        self.call_later(self._call_s(), call)
-        return done
+        """Call ``func`` some time from now, and give its result some time later."""
+        return self.stepwise(partial(func, *args))
 
     def stepwise(self, func: Callable[[], T]) -> asyncio.Future[T]:
-        """Call ``func`` as ``run_in_executor`` does, but with time between its calls of the store."""
+        """Call ``func`` some time from now, with time between its calls of the store, and give its result later."""
         done: asyncio.Future[T] = self.create_future()
 
         def begin() -> None:

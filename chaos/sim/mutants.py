@@ -9,40 +9,14 @@ switches that off too. ``pull-or-stage`` switches off a rule of the simulated pe
 from __future__ import annotations
 
 import contextlib
-import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any
 
-from toprope.chaos.patching import Patches, replace
+from toprope.chaos.patching import replace
 from toprope.chaos.sim import stand_ins as s
-from toprope.chaos.sim.options import OUTAGE, PAIR, PEOPLE, READERS, REPLACED, SMALL, Options, draw
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Mutant:
-    """A safeguard switched off. ``patches``: module and dotted name to what takes its place, given what was there.
-
-    ``narrow``: what the options drawn from the seed are replaced by.
-    """
-
-    name: str
-    safeguard: str
-    invariant: str
-    seed: int
-    patches: Patches
-    narrow: Mapping[str, Any] = field(default_factory=dict)
-
-    def options(self, seed: int) -> Options:
-        """Return the options of a seed, narrowed to the trouble in which the safeguard matters."""
-        return draw(random.Random(seed), **self.narrow)
-
-
-YES = True
-_NO_OWN_CHECK = {("toprope.store.log.chain", "violation"): s.always(None)}
-_NOTHING_ELSE: dict[str, Any] = {**OUTAGE, "some_of": (), "store_fault": 0.0}
-"""Outages, and beside them only what a mutant names."""
+from toprope.chaos.sim.mutant import NO_OWN_CHECK, YES, Mutant
+from toprope.chaos.sim.options import DAMAGE, PAIR, PEOPLE, RANGES, READERS, SMALL
+from toprope.chaos.sim.outage_mutants import OF_OUTAGES
 
 MUTANTS: tuple[Mutant, ...] = (
     Mutant(
@@ -65,7 +39,7 @@ MUTANTS: tuple[Mutant, ...] = (
         name="gc-source",
         safeguard="the objects of a source that is not READY are not deleted while its attempt is the current one",
         invariant="I8",
-        seed=23,
+        seed=31,
         patches={("toprope.store.keep.gc", "_needed_by_sources"): s.nothing_more},
         narrow=READERS,
     ),
@@ -106,7 +80,7 @@ MUTANTS: tuple[Mutant, ...] = (
         safeguard="the parent of head is not retired",
         invariant="I5",
         seed=0,
-        patches={("toprope.store.keep.retention", "needed_by"): s.without("the parent of head"), **_NO_OWN_CHECK},
+        patches={("toprope.store.keep.retention", "needed_by"): s.without("the parent of head"), **NO_OWN_CHECK},
         narrow=READERS,
     ),
     Mutant(
@@ -130,7 +104,7 @@ MUTANTS: tuple[Mutant, ...] = (
         safeguard="each election takes a new term",
         invariant="I4",
         seed=0,
-        patches={("toprope.store.log.chain", "_stamped"): s.same_term, **_NO_OWN_CHECK},
+        patches={("toprope.store.log.chain", "_stamped"): s.same_term, **NO_OWN_CHECK},
         narrow={**SMALL, "faults": ("two coordinators", "kill coordinator")},
     ),
     Mutant(
@@ -154,7 +128,7 @@ MUTANTS: tuple[Mutant, ...] = (
         safeguard="what is pinned is not retired",
         invariant="I5",
         seed=5,
-        patches={("toprope.store.keep.retention", "needed_by"): s.without("pinned"), **_NO_OWN_CHECK},
+        patches={("toprope.store.keep.retention", "needed_by"): s.without("pinned"), **NO_OWN_CHECK},
         narrow=PEOPLE,
     ),
     Mutant(
@@ -164,7 +138,7 @@ MUTANTS: tuple[Mutant, ...] = (
         seed=0,
         patches={
             ("toprope.store.keep.retention", "needed_by"): s.without("the source of the current attempt"),
-            **_NO_OWN_CHECK,
+            **NO_OWN_CHECK,
         },
         narrow=READERS,
     ),
@@ -180,8 +154,8 @@ MUTANTS: tuple[Mutant, ...] = (
         name="tainted-source",
         safeguard="no attempt begins with a step that is tainted",
         invariant="I5",
-        seed=5,
-        patches={("toprope.coordinator.restore_choice", "covers"): s.always(not YES), **_NO_OWN_CHECK},
+        seed=34,
+        patches={("toprope.coordinator.restore_choice", "covers"): s.always(not YES), **NO_OWN_CHECK},
         narrow={**PEOPLE, "between_s": 0.5},
     ),
     Mutant(
@@ -189,7 +163,7 @@ MUTANTS: tuple[Mutant, ...] = (
         safeguard="a launch that asks again is given the attempt that it was given",
         invariant="I13",
         seed=12,
-        patches={("toprope.coordinator.opening", "known"): s.nothing, **_NO_OWN_CHECK},
+        patches={("toprope.coordinator.opening", "known"): s.nothing, **NO_OWN_CHECK},
         narrow={
             **SMALL,
             "faults": ("ambush", "kill rank", "kill coordinator"),
@@ -212,7 +186,7 @@ MUTANTS: tuple[Mutant, ...] = (
         safeguard="a writer of an older term appends nothing",
         invariant="I5",
         seed=1,
-        patches={("toprope.coordinator.log", "Log.append"): s.unfenced, **_NO_OWN_CHECK},
+        patches={("toprope.coordinator.log", "Log.append"): s.unfenced, **NO_OWN_CHECK},
         narrow={**SMALL, "faults": ("two coordinators", "pause coordinator", "kill rank")},
     ),
     Mutant(
@@ -228,7 +202,7 @@ MUTANTS: tuple[Mutant, ...] = (
         safeguard="READY only for the current attempt and past the last step",
         invariant="I18",
         seed=6,
-        patches={("toprope.coordinator.committing", "make_ready"): s.ready_whatever, **_NO_OWN_CHECK},
+        patches={("toprope.coordinator.committing", "make_ready"): s.ready_whatever, **NO_OWN_CHECK},
         narrow={**SMALL, "faults": ("kill rank",), "between_s": 2.5, "store_fault": 0.1, "chaos_s": 30.0},
     ),
     Mutant(
@@ -304,96 +278,41 @@ MUTANTS: tuple[Mutant, ...] = (
         narrow={**PAIR, "faults": ("kill rank", "kill sidecar")},
     ),
     Mutant(
-        name="all-adopt",
-        safeguard="an attempt is given out without the log only when all nodes have adopted it",
-        invariant="I18",
-        seed=5,
-        patches={("toprope.coordinator.outage", "Outage.missing"): s.always(())},
-        narrow={**OUTAGE, "some_of": (), "faults": ("store outage", "kill rank"), "chaos_s": 20.0, "between_s": 1.5},
-    ),
-    Mutant(
-        name="taken-back",
-        safeguard="no document of one that does not know it takes an attempt back that nodes have adopted",
-        invariant="I9",
-        seed=5,
-        patches={
-            ("toprope.sidecar.adoption_book", "AdoptionBook.held_to"): s.as_it_came,
-            ("toprope.coordinator.core", "Core._may_speak"): s.as_soon_as_settled,
-        },
-        narrow={**OUTAGE, "some_of": (), "faults": ("store outage", "kill rank", "kill coordinator"), "chaos_s": 30.0},
-    ),
-    Mutant(
-        name="delayed",
-        safeguard="the log takes no attempt that was decided without it after what decides about it",
-        invariant="I5",
-        seed=15,
-        patches={("toprope.store.log.fold", "_broken_by_delay"): s.always(None)},
-        narrow={
-            **_NOTHING_ELSE,
-            "faults": ("lone outage", "lone outage", "kill rank"),
-            "retain": "",
-        },
-    ),
-    Mutant(
-        name="one-adoption",
-        safeguard="a node adopts one attempt of a number",
-        invariant="I18",
-        seed=13,
-        patches={
-            ("toprope.sidecar.adoption_book", "AdoptionBook.may_adopt"): s.any_proposal,
-            ("toprope.sidecar.adoption_book", "AdoptionBook.held_to"): s.as_it_came,
-            ("toprope.coordinator.outage", "Outage._unknown"): s.nothing_more,
-        },
-        narrow={
-            **_NOTHING_ELSE,
-            "faults": ("store outage", "store outage", "kill rank", "kill coordinator"),
-            "between_s": 1.0,
-            "chaos_s": 30.0,
-        },
-    ),
-    Mutant(
-        name="unsure",
-        safeguard="nothing is decided without the log while a record that decides about it may be there or come there",
-        invariant="I12",
-        seed=13,
-        patches={("toprope.coordinator.opener", "Opener._is_unsure"): s.always(not YES)},
-        narrow={
-            **_NOTHING_ELSE,
-            "faults": ("late outage", "kill rank"),
-            "retain": "last=1",
-        },
-    ),
-    Mutant(
-        name="first-things",
-        safeguard="what was opened without the log comes into it before anything else that decides about it",
-        invariant="I12",
-        seed=13,
-        patches={("toprope.coordinator.performer", "Coordinator._held_up"): s.always(not YES)},
-        narrow={
-            **_NOTHING_ELSE,
-            "faults": ("late outage", "store outage", "kill rank"),
-            "retain": "last=1",
-        },
-    ),
-    Mutant(
-        name="old-world",
-        safeguard="an attempt is given out without the log only when the nodes of the one before have adopted it too",
-        invariant="I18",
-        seed=54,
-        patches={("toprope.coordinator.outage", "concerned"): s.new_world},
-        narrow=REPLACED,
-    ),
-    Mutant(
         name="pull-or-stage",
         safeguard="what was received or staged is hashed before it is believed",
         invariant="I10",
-        seed=19,
+        seed=13,
         patches={
             ("toprope.chaos.sim.copies", "is_right"): s.always(YES),
             ("toprope.chaos.sim.fetching", "is_right"): s.always(YES),
         },
         narrow={**PAIR, "faults": ("flip", "kill rank"), "between_s": 0.7, "retain": ""},
     ),
+    Mutant(
+        name="asked-anew",
+        safeguard="a step that became READY since it was read what there is to begin from is not passed over",
+        invariant="I14",
+        seed=215,
+        patches={("toprope.coordinator.requests", "_are_all"): s.always(YES)},
+        narrow=DAMAGE,
+    ),
+    Mutant(
+        name="the-rest",
+        safeguard="where a range broke off, what is asked for again begins there",
+        invariant="I7",
+        seed=0,
+        patches={("toprope.store.objects.retry", "RetryStore.stream"): s.from_its_beginning},
+        narrow=RANGES,
+    ),
+    Mutant(
+        name="short-answer",
+        safeguard="an answer that ends early is not taken for all of the range",
+        invariant="I7",
+        seed=2,
+        patches={("toprope.chaos.sim.store", "pieces_of"): s.short_is_whole},
+        narrow=RANGES,
+    ),
+    *OF_OUTAGES,
 )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Callable
 
 from toprope.chaos.sim import people
 from toprope.chaos.sim.broker import NAME as BROKER
@@ -33,12 +34,13 @@ def heal(world: World) -> None:
     world.trace.note("nemesis", "heals")
     world.net.calm, world.ambush = True, ""
     world.net.cuts.clear()
+    world.net.lags_s.clear()
     world.store.fault = 0.0
     world.store.away.clear()
     world.store.goes_at = lambda _record: False
     for node in world.nodes:
         node.away_until_s = 0.0
-        node.disk.trouble, node.disk.dies_in, node.no_room = "", 0, False
+        node.disk.trouble, node.disk.dies_in, node.disk.slow_s, node.no_room = "", 0, 0.0, False
     for process in _paused(world):
         process.resume()
 
@@ -62,6 +64,8 @@ def _strike(world: World, what: str, rng: random.Random) -> None:
             _read(world, rng)
         case "change":
             _change(world, rng)
+        case "go back":
+            _go_back(world, rng)
         case "ambush":
             world.ambush = rng.choice(AMBUSHES)
         case _:
@@ -82,6 +86,8 @@ def _strike_machines(world: World, what: str, rng: random.Random) -> None:  # no
                 world.cut_power(node)
             else:
                 node.disk.dies_in = rng.randint(1, 8)
+        case "replace machine":
+            world.cut_power(node, replaced=True)
         case "kill coordinator":
             for host in world.hosts:
                 host.process.kill()
@@ -96,12 +102,14 @@ def _strike_machines(world: World, what: str, rng: random.Random) -> None:  # no
             world.broker.restart()
         case "store brownout":
             world.store.fault = rng.choice((0.0, 0.1, 0.5, 1.0))
-        case "store outage" | "lone outage":
-            alone = what == "lone outage" and sorted(world.hosts, key=lambda host: not host.leads)
-            _take_store_away(world, rng, from_whom=alone[0].name if alone else EVERYBODY)
-            if alone:
-                for _ in range(rng.randint(0, 3)):
-                    world.loop.outside(rng.uniform(0.0, 12.0), _change, world, random.Random(rng.getrandbits(32)))
+        case "store outage":
+            _take_store_away(world, rng, from_whom=EVERYBODY)
+        case "lone outage":
+            _take_store_from_leader(world, rng, meanwhile=_change)
+        case "marked outage":
+            _take_store_from_leader(world, rng, meanwhile=_mark)
+        case "slow node":
+            _slow_down(world, node, rng)
         case "late outage":
             _let_store_go(world, rng)
         case "node away":
@@ -114,6 +122,28 @@ def _strike_machines(world: World, what: str, rng: random.Random) -> None:  # no
                 _flip(world, node, rng)
         case _:
             raise AssertionError(what)
+
+
+def _take_store_from_leader(
+    world: World, rng: random.Random, *, meanwhile: Callable[[World, random.Random], None]
+) -> None:
+    """Let the store not answer the coordinator that leads, while people who reach it change the job."""
+    alone = sorted(world.hosts, key=lambda host: not host.leads)
+    _take_store_away(world, rng, from_whom=alone[0].name if alone else EVERYBODY)
+    if alone:
+        for _ in range(rng.randint(0, 3)):
+            world.loop.outside(rng.uniform(0.0, 12.0), meanwhile, world, random.Random(rng.getrandbits(32)))
+
+
+def _slow_down(world: World, node: Node, rng: random.Random) -> None:
+    """Let the disk of a node be slow for a while, and all that goes from it and to it."""
+    node.disk.slow_s, world.net.lags_s[node.name] = rng.uniform(0.0, 3.0), rng.uniform(0.1, 2.0)
+
+    def hurry() -> None:
+        node.disk.slow_s = 0.0
+        world.net.lags_s.pop(node.name, None)
+
+    world.loop.outside(rng.uniform(3.0, 15.0), hurry)
 
 
 def _let_store_go(world: World, rng: random.Random) -> None:
@@ -167,12 +197,23 @@ def _read(world: World, rng: random.Random) -> None:
 
 def _change(world: World, rng: random.Random) -> None:
     """Let a person change the job; who goes back ends the launch too."""
-    attempt = world.oracle.state.attempt_number
-    back = (people.roll_back(attempt), people.go_back(attempt))
-    makes = rng.choice(((people.pin,), (people.retire,), (people.taint,), back))
-    people.Command(world, world.next_number(), *makes).start()
-    if makes == back and world.launch is not None:
+    makes = rng.choice((people.pin, people.retire, people.taint, None))
+    if makes is None:
+        _go_back(world, rng)
+    else:
+        people.Command(world, world.next_number(), makes).start()
+
+
+def _go_back(world: World, rng: random.Random) -> None:
+    """Let a person go back to the newest READY or the one before it, and end the launch."""
+    people.Rollback(world, world.next_number(), but=rng.randint(0, 1)).start()
+    if world.launch is not None:
         world.loop.outside(rng.uniform(3.0, 9.0), rng.choice(world.launch.ranks).process.kill)
+
+
+def _mark(world: World, rng: random.Random) -> None:
+    """Let a person pin a checkpoint, or say what one is worth."""
+    people.Command(world, world.next_number(), rng.choice((people.pin, people.measure))).start()
 
 
 def _zombie(world: World, rng: random.Random) -> None:

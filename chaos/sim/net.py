@@ -21,10 +21,14 @@ class NetError(Exception):
 
 
 class Net:
-    """All links. ``cuts`` are the links, from and to, over which nothing goes."""
+    """All links. ``cuts`` are those, from and to, over which nothing goes.
+
+    ``lags_s``: how much longer, at most, messages take from and to those who are slow.
+    """
 
     def __init__(self, loop: SimLoop, options: Options, trace: Trace) -> None:
         self.cuts: set[tuple[str, str]] = set()
+        self.lags_s: dict[str, float] = {}
         self.calm = False
         self._loop = loop
         self._options = options
@@ -40,14 +44,16 @@ class Net:
         if source != target and (self.is_cut(source, target) or (not self.calm and rng.random() < self._options.drop)):
             self._trace.sometimes("message lost")
             return
-        self._loop.outside(self._delay_s(), deliver)
+        self._loop.outside(self._delay_s(source, target), deliver)
         if not self.calm and rng.random() < self._options.duplicate:
             self._trace.sometimes("message doubled")
-            self._loop.outside(self._delay_s() * 3, deliver)
+            self._loop.outside(self._delay_s(source, target) * 3, deliver)
 
-    def _delay_s(self) -> float:
+    def _delay_s(self, source: str, target: str) -> float:
         rng = self._loop.rng
         base = rng.uniform(0.0005, 0.01) * (1.0 if self.calm else self._options.slow)
+        if source != target and (lag_s := self.lags_s.get(source, 0.0) + self.lags_s.get(target, 0.0)):
+            base += rng.uniform(0.0, lag_s)
         return base + (rng.uniform(0.0, 1.0) if not self.calm and rng.random() < 0.02 else 0.0)  # noqa: PLR2004 - one in fifty is late
 
     async def call(

@@ -89,6 +89,23 @@ REPLACED: dict[str, Any] = {
     "faults": ("store outage", "store outage", "node away", "kill rank"),
     "store_fault": 0.0,
 }
+STANDBYS: dict[str, Any] = {
+    **OUTAGE,
+    "some_of": ("change", "disk trouble", "kill coordinator", "pause coordinator", "power cut"),
+    "coordinators": 3,
+    "faults": ("store outage", "marked outage", "go back", "slow node", "slow node", "kill rank"),
+    "between_s": 1.4,
+}
+RANGES: dict[str, Any] = {
+    **PAIR,
+    "copies": 0,
+    "bucket": True,
+    "faults": ("replace machine", "reader", "reader", "kill rank"),
+    "store_fault": 0.08,
+    "begins_s": 4.0,
+    "chaos_s": 24.0,
+    "between_s": 1.8,
+}
 WORLDS: tuple[dict[str, Any], ...] = (
     {},
     {},
@@ -103,6 +120,8 @@ WORLDS: tuple[dict[str, Any], ...] = (
     DAMAGE,
     OUTAGE,
     REPLACED,
+    STANDBYS,
+    RANGES,
 )
 """What is said instead of drawn: nothing, or a narrow world in which one kind of trouble comes all the time."""
 
@@ -117,6 +136,8 @@ class Trouble(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One history. ``faults`` is the subset that this one has: not all at once, or each hides the others.
+
+    ``bucket``: programs ask the store again when it gives no answer, as they do a bucket, and not a directory.
 
     ``script`` is what befalls it from ``begins_s`` until ``chaos_s``, in order. A launch takes all of ``nodes`` but so
     many ``spares``.
@@ -142,6 +163,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     spares: int = 0
     begins_s: float = 0.0
     on_log_outage: Literal["wait", "proceed"] = "wait"
+    bucket: bool = False
     script: tuple[Trouble, ...] = ()
 
     def __str__(self) -> str:
@@ -174,7 +196,8 @@ def draw(rng: random.Random, **narrow: Any) -> Options:  # noqa: ANN401 - fields
     """Return what a history is like; ``narrow`` is said instead of drawn, and two faults of its ``some_of`` added."""
     drawn, seed = _drawn(rng), rng.getrandbits(64)
     copies = random.Random(seed + 2).choice((0, 1, 1, 1, 2, 2))
-    world = dict(narrow or {"copies": copies, **random.Random(seed + 1).choice(WORLDS)})
+    bucket = random.Random(seed + 4).random() < 0.5  # noqa: PLR2004 - every other one
+    world = dict(narrow or {"copies": copies, "bucket": bucket, **random.Random(seed + 1).choice(WORLDS)})
     if some_of := world.pop("some_of", ()):
         world["faults"] += tuple(random.Random(seed + 3).sample(some_of, _SOME))
     options = msgspec.structs.replace(drawn, **world)

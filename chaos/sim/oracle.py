@@ -25,7 +25,7 @@ from toprope.store.checkpoint.shard import identity_of, parse_header
 from toprope.store.digest import digest
 from toprope.store.errors import CorruptObjectError
 from toprope.store.log.fold import JobState, fold, violation
-from toprope.store.log.records import Attempt, AttemptFacts, Elected, Ready, Record
+from toprope.store.log.records import NOBODY, Attempt, AttemptFacts, Elected, Metric, Pin, Ready, Record
 from toprope.store.names import Key, facts_key, manifest_key, written_at
 
 _NOTICED_S = 15.0
@@ -137,6 +137,12 @@ class Oracle:
         if digest(image) != self.golden.get((ready.attempt_uid, ready.step, rank)) and not self._store.corrupt:
             self.fail("I7", f"{who} reads wrong bytes of rank {rank} of READY step {ready.step}", step=ready.step)
 
+    def on_refused(self, who: str, ready: Ready, rank: int) -> None:
+        """Take in that what a reader was sent is not what the index says."""
+        self._trace.sometimes("a reader refused wrong bytes")
+        if not self._store.corrupt and not self._store.spoiled:
+            self.fail("I7", f"{who} is sent wrong bytes of rank {rank} of READY step {ready.step}", step=ready.step)
+
     def on_missing(self, who: str, seq: int, text: str, *, held: bool) -> None:
         """Take in that a reader met an object that is not there."""
         if who in self._left_behind or not held:
@@ -186,15 +192,21 @@ class Oracle:
         struck = {*state.struck, *((one.attempt_uid, one.step) for one in record.struck)}
         if record.struck:
             self._trace.sometimes("a source was struck off")
-            if not (self._flipped or self._store.corrupt):
+            if not (self._flipped or self._store.corrupt or self._store.spoiled):
                 place = record.struck[0]
                 text = f"step {place.step} is struck off although nothing was ever damaged: {place.why}"
                 self.fail("I14", text, step=place.step)
+        if record.launch_id == NOBODY and state.attempt is not None and state.attempt.decided_at is not UNSET:
+            self._trace.sometimes("an attempt opened without the log was rolled back")
         self._check_source(record, facts, struck)
         if record.decided_at is UNSET:
             self._check_floor(record, struck)
             return
         self._trace.sometimes("an attempt opened without the log came into it")
+        between = self.unlogged.records[record.decided_at :]
+        for kind in (Pin, Metric):
+            if any(isinstance(later, kind) for later in between):
+                self._trace.sometimes(f"{kind.__name__.upper()} came before an attempt opened without the log")
         if why := self.unlogged.enter(record, state):
             self.fail("I5", f"attempt {record.attempt}, decided without the log, comes into it: {why}")
 
@@ -220,6 +232,8 @@ class Oracle:
     def _check_floor(self, record: Attempt, struck: set[Place]) -> None:
         floor, current = self._floor, self.state.attempt
         self._floor = None
+        if record.launch_id == NOBODY:  # somebody goes back, wherever the job has come to meanwhile
+            return
         if floor is None or current is None or self.state.is_tainted(attempt=current.attempt, step=floor[1]):
             return
         if floor[0] == current.uid and floor not in struck:
@@ -337,8 +351,8 @@ class Oracle:
 
     # Sidecars
 
-    def on_heard(self, life: str, desired: Desired) -> None:
-        """Take in the document that a sidecar goes by now."""
+    def on_heard(self, life: str, desired: Desired, *, said: Desired) -> None:
+        """Take in the document that a sidecar goes by now, and what a coordinator ``said`` that led to it."""
         attempt = desired.attempt
         number, uid = (attempt.number, attempt.uid) if attempt is not None else (0, "")
         unlogged = attempt is not None and all(one.uid != uid for one in self.state.attempts)
@@ -348,6 +362,8 @@ class Oracle:
                 self.fail("I18", why)
             elif self.unlogged.follows_another(attempt, self.state):
                 self._trace.sometimes("a second attempt in a row was opened without the log")
+        if said.attempt is not None and all(one.uid != said.attempt.uid for one in self.state.attempts):
+            self.unlogged.give(said.attempt, term=said.term)
         at = ((desired.term, desired.version), number, uid)
         before = self._heard.get(life, ((0, 0), 0, ""))
         over = self.unlogged.may_leave(life.partition(".")[0], before[2], self.state)

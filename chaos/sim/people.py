@@ -16,17 +16,20 @@ from typing import TYPE_CHECKING
 from toprope.chaos.sim.loop import Process
 from toprope.chaos.sim.net import NetError
 from toprope.chaos.sim.threads import nap
-from toprope.store.checkpoint.files import image_chunks
+from toprope.store.checkpoint.files import image_chunks, write_image
+from toprope.store.checkpoint.manifest import Index
 from toprope.store.checkpoint.ready import read_index, read_manifest
+from toprope.store.digest import digest
 from toprope.store.errors import CkptError, MissingObjectError, UsageError
 from toprope.store.keep.changes import Change, ChangeAnswer, ChangeRequest, append_in_passing, checked
 from toprope.store.keep.holds import holding_choice
 from toprope.store.keep.rollback import opened_for_nobody, plan_rollback
 from toprope.store.log.chain import read_on
 from toprope.store.log.fold import JobState
-from toprope.store.log.records import Pin, Retire, Taint, Unpin
+from toprope.store.log.records import Metric, Pin, Retire, Taint, Unpin
 from toprope.store.log.snap import newest_snap
 from toprope.store.objects.probing import forget_probe, leave_probe
+from toprope.store.objects.protocol import ObjectStore
 
 if TYPE_CHECKING:
     from toprope.chaos.sim.coordinator import Host
@@ -35,6 +38,7 @@ if TYPE_CHECKING:
 _BEAT_S = 1.5
 _DAWDLES_S = 4.0
 _ASK_S = 3.0
+_BACK = "a person goes back"
 
 
 class Reader:
@@ -57,7 +61,7 @@ class Reader:
 
     def _read(self) -> None:
         world, rng = self._world, self._world.loop.rng
-        store, oracle, name = world.store, world.oracle, self.process.name
+        store, oracle, name = world.objects, world.oracle, self.process.name
         oldest = rng.random() < 0.7  # noqa: PLR2004 - what is likely to be retired soon
 
         def choose(state: JobState) -> int:
@@ -82,7 +86,10 @@ class Reader:
                 for shard in manifest.shards:
                     nap(rng.uniform(0.0, _DAWDLES_S))
                     index = read_index(store, manifest, shard)
-                    image = b"".join(image_chunks(store, index))
+                    image = _image(store, index, streamed=oldest)
+                    if digest(image) != index.digest:
+                        oracle.on_refused(name, held.readies[seq], shard.rank)
+                        return
                     oracle.on_read(name, held.readies[seq], shard.rank, image)
             except MissingObjectError as error:
                 oracle.on_missing(name, seq, str(error), held=holds)
@@ -109,6 +116,19 @@ class Reader:
                 nap(_BEAT_S / 4)
 
 
+def _image(store: ObjectStore, index: Index, *, streamed: bool) -> bytes:
+    """Return a rank's image, read as an export does, or as the staging of a restore."""
+    if not streamed:
+        return b"".join(image_chunks(store, index))
+    image = bytearray(index.bytes)
+
+    def write(at: int, body: memoryview) -> None:
+        image[at : at + len(body)] = body
+
+    write_image(store, index, write)
+    return bytes(image)
+
+
 class Command:
     """One command that changes the job; each of ``makes`` draws a change from the log as it finds it."""
 
@@ -122,20 +142,26 @@ class Command:
         self.process.start(self._life())
 
     async def _life(self) -> None:
-        world = self._world
         try:
-            for make in self._makes:
-                await self._change(make)
+            await self._changes()
         except (CkptError, NetError) as error:
-            world.trace.note(self.process.name, f"ends: {error}")
+            self._world.trace.note(self.process.name, f"ends: {error}")
         self.process.kill()
+
+    async def _changes(self) -> None:
+        for make in self._makes:
+            await self._change(make)
+
+    def _read(self) -> JobState:
+        store = self._world.objects
+        return read_on(store, newest_snap(store, self._world.job))
 
     async def _change(self, make: Callable[[JobState], Change | None]) -> None:
         world, loop = self._world, self._world.loop
-        state = await loop.stepwise(lambda: read_on(world.store, newest_snap(world.store, world.job)))
+        state = await loop.stepwise(self._read)
         change = make(state)
         if change is not None and not await self._asked(state, change):
-            work = partial(append_in_passing, world.store, world.job, partial(_made_now, make), purpose="change")
+            work = partial(append_in_passing, world.objects, world.job, partial(_made_now, make), purpose="change")
             _, seq = await loop.stepwise(work)
             if seq is not None:
                 world.trace.sometimes("a command was elected for the moment")
@@ -145,7 +171,7 @@ class Command:
         world = self._world
         if world.loop.rng.random() < 0.4:  # noqa: PLR2004 - as when it can't be reached from here
             return False
-        probe = await world.loop.stepwise(partial(leave_probe, world.store))
+        probe = await world.loop.stepwise(partial(leave_probe, world.objects))
         request = ChangeRequest(job_uid=state.job_uid, probe=probe, change=change)
 
         async def ask(host: Host) -> ChangeAnswer:
@@ -154,10 +180,35 @@ class Command:
         try:
             answer = await world.ask_coordinator(self.process.name, state.url, ask, timeout_s=_ASK_S)
         finally:
-            await world.loop.stepwise(partial(forget_probe, world.store, probe))
+            await world.loop.stepwise(partial(forget_probe, world.objects, probe))
         if answer.seq is not None:
             world.trace.sometimes("a coordinator changed the job")
         return True
+
+
+class Rollback(Command):
+    """One command that goes back to the newest READY but ``but``, or the oldest that there is, as ``ckpt rollback``."""
+
+    def __init__(self, world: World, number: int, *, but: int) -> None:
+        super().__init__(world, number)
+        self._but = but
+
+    async def _changes(self) -> None:
+        world = self._world
+        state = await world.loop.stepwise(self._read)
+        there = state.restorable()
+        if state.attempt is None or not there:
+            return
+        plan = plan_rollback(state, to_step=there[: self._but + 1][-1][1].step, reason=_BACK)
+        for taint in plan.taints:
+            await self._change(partial(_whatever, taint))
+        uid = secrets.token_hex(16)
+
+        def opened(state: JobState) -> Change | None:
+            facts = state.attempt.facts_sha256 if state.attempt is not None else ""
+            return opened_for_nobody(state, plan, uid=uid, facts_sha256=facts, reason=_BACK)
+
+        await self._change(opened)
 
 
 class Operator:
@@ -189,11 +240,20 @@ def _made_now(make: Callable[[JobState], Change | None], state: JobState) -> Cha
     return None if change is None else checked(state, change)
 
 
+def _whatever(change: Change, _state: JobState) -> Change:
+    return change
+
+
 def pin(state: JobState) -> Change | None:
     """Pin the oldest READY, or let go the one that is pinned."""
     if state.pins:
         return Unpin(seq=min(state.pins))
     return Pin(seq=state.live[0]) if state.live else None
+
+
+def measure(state: JobState) -> Change | None:
+    """Say what the newest READY is worth."""
+    return Metric(seq=state.live[-1], name="val_loss", value=float(state.n)) if state.live else None
 
 
 def retire(state: JobState) -> Change | None:
@@ -208,33 +268,3 @@ def taint(state: JobState) -> Change | None:
         return None
     ready = restorable[0][1]
     return Taint(attempt=ready.attempt, from_step=ready.step, to_step=ready.step, reason="a person does not like it")
-
-
-def roll_back(attempt: int) -> Callable[[JobState], Change | None]:
-    """Taint the newest READY and all after it in the attempt that is current now."""
-
-    def make(state: JobState) -> Change | None:
-        restorable = state.restorable()
-        if state.attempt_number != attempt or len(restorable) < 2:  # noqa: PLR2004 - as above
-            return None
-        ready = restorable[0][1]
-        if ready.attempt != attempt or state.is_ended(attempt):
-            return None
-        return Taint(attempt=attempt, from_step=ready.step, to_step=None, reason="a person goes back")
-
-    return make
-
-
-def go_back(attempt: int) -> Callable[[JobState], Change | None]:
-    """Open an attempt for nobody from what a rollback of this attempt has left."""
-
-    def make(state: JobState) -> Change | None:
-        current = state.attempt
-        left = state.restorable()
-        if current is None or current.attempt != attempt or not state.is_ended(attempt) or not left:
-            return None
-        plan = plan_rollback(state, to_step=left[0][1].step, reason="a person goes back")
-        uid = secrets.token_hex(16)
-        return opened_for_nobody(state, plan, uid=uid, facts_sha256=current.facts_sha256, reason="a person goes back")
-
-    return make

@@ -27,11 +27,13 @@ SOMETIMES = (
     "a node lost power",
     "a pull brought wrong bytes",
     "a rank restored",
+    "a reader asked for the rest of a range that broke off",
     "a reader held what is retired",
     "a reader read a checkpoint",
     "a scan refused a local file",
     "a second attempt in a row was opened without the log",
     "a shard named another rank's file of its step",
+    "a sidecar asked for the rest of a range that broke off",
     "a slot was dropped",
     "a step became READY",
     "a step was protected",
@@ -56,18 +58,27 @@ SOMETIMES = (
     "stopped at manifests",
     "stopped at shards",
     "store: 503",
+    "store: broke off",
+    "store: ended early",
     "store: late create landed",
     "store: reply lost",
     "store: request lost",
+    "store: wrong byte",
 )
 """What a search of a thousand histories must reach, or its silence says nothing."""
 SELDOM = (
+    "METRIC came before an attempt opened without the log",
+    "PIN came before an attempt opened without the log",
     "a coordinator learned what was opened without the log",
     "a hold was left behind",
     "a read-back found damage",
+    "a reader refused wrong bytes",
+    "a slow node adopted an attempt while two coordinators stood by",
     "a source was struck off",
     "an attempt opened without the log was fenced off",
+    "an attempt opened without the log was rolled back",
     "the store went away while a record was appended",
+    "wrong bytes of the store were asked for once more",
 )
 """What one in some hundreds reaches: a search of a thousand may miss it."""
 

@@ -25,6 +25,7 @@ _SIMPLER: tuple[dict[str, object], ...] = (
     {"store_fault": 0.0},
     {"slow": 1.0},
     {"broker": False},
+    {"bucket": False},
     {"retain": ""},
     {"ranks_per_node": 1},
     {"spares": 0},

@@ -99,7 +99,7 @@ class SimSidecar:
         self._local = LocalTier(node.disk.root, node.disk)
         self._adoptions = AdoptionFiles(node.disk.root, node.disk)
         siblings = Siblings(shared_bytes=1, wait=_wait)
-        self._objects = ObjectTier(world.store, world.job, codec="none", siblings=siblings)
+        self._objects = ObjectTier(world.objects, world.job, codec="none", siblings=siblings)
         self._objects._mutex = Turnstile()  # type: ignore[assignment]  # noqa: SLF001 - threads of a history wait by it
         self._connections: dict[int, Connection] = {}
         self._shouts = SimShouts(world, node.name)
@@ -172,7 +172,7 @@ class SimSidecar:
         for effect in self.core.handle(event):
             self._begin(effect)
         if isinstance(event, on.DesiredArrived) and self.core.desired is not None:
-            self.world.oracle.on_heard(self.label, self.core.desired)
+            self.world.oracle.on_heard(self.label, self.core.desired, said=event.desired)
 
     def _begin(self, effect: Effect) -> None:
         match effect:
@@ -298,7 +298,7 @@ class SimSidecar:
 
     async def _read_back(self, effect: do.ReadObjectBack) -> None:
         try:
-            result = await self.bulk(lambda: read_back(self.world.store, effect.task))
+            result = await self.bulk(lambda: read_back(self.world.objects, effect.task))
         except CkptError:
             await asyncio.sleep(_RETRY_S)
             self.post(on.ReadBackFailed(key=effect.task.key))
@@ -332,7 +332,7 @@ class SimSidecar:
 
     async def _adopt(self, effect: do.Adopt) -> None:
         nonce = self.world.loop.rng.randbytes(8).hex()
-        await self.pause(0.05)
+        await self.pause(0.05 + self.node.disk.slow_s)
         try:
             await self.bulk(lambda: self._adoptions.write(effect.proposed, nonce=nonce))
             for number in effect.forget:
@@ -343,6 +343,8 @@ class SimSidecar:
             return
         else:
             self.world.oracle.on_adopted(self.node.name, self.node.disk, effect.proposed)
+            if self.node.name in self.world.net.lags_s and self.world.standing_by() > 1:
+                self.world.trace.sometimes("a slow node adopted an attempt while two coordinators stood by")
             self.post(on.Adopted(adopted=effect.proposed, forgotten=effect.forget))
 
     # What other processes ask by HTTP

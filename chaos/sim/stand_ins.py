@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from msgspec import structs
@@ -12,10 +12,12 @@ from msgspec import structs
 from toprope.coordinator.intents import CommitStep
 from toprope.coordinator.phases import Progress
 from toprope.coordinator.wire import ReadBack
-from toprope.store.errors import AlreadyExistsError, UnavailableError
+from toprope.store.errors import AlreadyExistsError, CkptError, UnavailableError
 from toprope.store.log.chain import Appended, Create, append_steps, drive
 from toprope.store.log.fold import JobState
-from toprope.store.log.records import Elected, Ready
+from toprope.store.log.records import Elected, Metric, Pin, Ready, Unpin
+from toprope.store.names import Key
+from toprope.store.objects.protocol import ObjectStore
 
 
 def always(value: object) -> Callable[[Any], Any]:
@@ -225,6 +227,50 @@ def only_retired(_before: Any) -> Any:  # noqa: ANN401 - stands in for any funct
         return any((ready.attempt, ready.step) == (attempt, step) for ready in retired)
 
     return is_dead
+
+
+def marks_decide(before: Any) -> Any:  # noqa: ANN401 - stands in for any function
+    """Take a pin or a metric for what decides about an attempt."""
+
+    def settled(state: JobState, record: Any) -> Any:  # noqa: ANN401 - as fold._settled
+        return state.n + 1 if isinstance(record, Pin | Unpin | Metric) else before(state, record)
+
+    return settled
+
+
+@dataclass(frozen=True, slots=True)
+class _Forgetful:
+    """Streams of a store that all begin at the same place."""
+
+    store: ObjectStore
+    start: int
+
+    def stream(self, key: Key, *, start: int, length: int) -> Any:  # noqa: ANN401, ARG002 - as ObjectStore.stream
+        return self.store.stream(key, start=self.start, length=length)
+
+
+def from_its_beginning(before: Any) -> Any:  # noqa: ANN401 - stands in for any function
+    """Ask for what is left of a range from its beginning on."""
+
+    def stream(self: Any, key: Key, *, start: int, length: int) -> Any:  # noqa: ANN401 - as RetryStore.stream
+        forgetful = type(self)(_Forgetful(self._store, start), self._back_off)
+        return before(forgetful, key, start=start, length=length)
+
+    return stream
+
+
+class _EndsError(CkptError):
+    """An answer ended."""
+
+
+def short_is_whole(before: Any) -> Any:  # noqa: ANN401 - stands in for any function
+    """Take what came of a range for all of it."""
+
+    def pieces_of(read_into: Any, *, start: int, length: int, short: Any) -> Any:  # noqa: ANN401, ARG001 - as pieces.pieces_of
+        with contextlib.suppress(_EndsError):
+            yield from before(read_into, start=start, length=length, short=_EndsError)
+
+    return pieces_of
 
 
 def same_term(before: Any) -> Any:  # noqa: ANN401 - stands in for any function

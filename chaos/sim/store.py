@@ -20,9 +20,15 @@ from toprope.store.errors import (
     UnavailableError,
 )
 from toprope.store.names import Key
+from toprope.store.objects.pieces import pieces_of
 
 Fault: TypeAlias = Literal["request lost", "reply lost", "late", "503", "corrupt"]
 FAULTS: tuple[Fault, ...] = ("request lost", "reply lost", "late", "503", "corrupt")
+MIDWAY = (*("broke off",) * 4, *("ended early",) * 3, "wrong byte")
+"""What may befall an answer after some of its bytes have come, so much likelier than other faults: ranges are few."""
+_LIKELIER = 4
+_PIECES = 4
+"""In so many pieces at least a range comes."""
 EVERYBODY = "*"
 _LATE_S = (2.0, 30.0)
 _PAGES = (2, 1000)
@@ -31,6 +37,7 @@ _PAGES = (2, 1000)
 class SimStore:
     """Objects in a dict; ``ever`` has the deleted ones too. ``on_create`` and ``on_delete`` see what is applied.
 
+    ``corrupt`` are those that it has not as they were written; ``spoiled``: it has sent wrong bytes of a right one.
     ``cut`` says who can't reach it just now, and it answers none of those for whom it is ``away``. ``goes_at`` is told
     each record that somebody appends, and says whether the store takes it late and is away from then on.
     """
@@ -38,6 +45,7 @@ class SimStore:
     def __init__(self, loop: SimLoop, trace: Trace, *, fault: float, cut: Callable[[str], bool]) -> None:
         self.objects: dict[Key, bytes] = {}
         self.corrupt: set[Key] = set()
+        self.spoiled = False
         self.fault = fault
         self.away: set[str] = set()
         self.goes_at: Callable[[bytes], bool] = lambda _record: False
@@ -48,6 +56,7 @@ class SimStore:
         self._loop = loop
         self._trace = trace
         self._cut = cut
+        self._left: dict[tuple[str, Key], int] = {}
 
     def create(self, key: Key, body: bytes | memoryview) -> None:
         """Write a new object."""
@@ -73,7 +82,7 @@ class SimStore:
 
     def _drawn(self, who: str, key: str) -> Fault | None:
         rng = self._loop.rng
-        if EVERYBODY in self.away or who in self.away or self._cut(who):
+        if self._is_out_of_reach(who):
             fault: Fault = "request lost"
         elif rng.random() < self.fault:
             fault = rng.choice(FAULTS)
@@ -82,6 +91,9 @@ class SimStore:
         self._trace.sometimes(f"store: {fault}")
         self._trace.note("store", f"{fault}: {who} {key}")
         return fault
+
+    def _is_out_of_reach(self, who: str) -> bool:
+        return EVERYBODY in self.away or who in self.away or self._cut(who)
 
     def _land(self, key: Key, body: bytes, who: str) -> None:
         if key not in self.objects:
@@ -109,8 +121,45 @@ class SimStore:
         return body[start:] if length is None else body[start : start + length]
 
     def stream(self, key: Key, *, start: int, length: int) -> Generator[memoryview, None, None]:
-        """Yield bytes of an object, all at once."""
-        yield memoryview(self.read(key, start=start, length=length))
+        """Yield bytes of an object, some at a time; after some the answer may break off, end, or bring wrong ones."""
+        body, who = self.read(key, start=start, length=length), _who()
+        if self._left.pop((who, key), None) == start:
+            kind = "reader" if who.startswith("reader") else "sidecar"
+            self._trace.sometimes(f"a {kind} asked for the rest of a range that broke off")
+
+        def read_into(room: memoryview, at: int) -> int:
+            count = min(len(room), -(-length // _PIECES))
+            room[:count] = body[at - start : at - start + count]
+            if at == start:
+                return count
+            turn()
+            fault = self._drawn_midway(who, key, at)
+            if fault == "broke off":
+                raise UnavailableError(f"{key}: the answer broke off at byte {at}")
+            if fault == "wrong byte":
+                room[0] ^= 1
+            return 0 if fault == "ended early" else count
+
+        def short(at: int) -> UnavailableError:
+            return UnavailableError(f"{key}: the answer ended at byte {at} of {start + length}")
+
+        yield from pieces_of(read_into, start=start, length=length, short=short)
+
+    def _drawn_midway(self, who: str, key: Key, at: int) -> str:
+        rng = self._loop.rng
+        if self._is_out_of_reach(who):
+            fault = "broke off"
+        elif rng.random() < _LIKELIER * self.fault:
+            fault = rng.choice(MIDWAY)
+        else:
+            return ""
+        self._trace.sometimes(f"store: {fault}")
+        self._trace.note("store", f"{fault} at byte {at}: {who} {key}")
+        if fault == "wrong byte":
+            self.spoiled = True
+        else:
+            self._left[who, key] = at
+        return fault
 
     def size(self, key: Key) -> int:
         """Return an object's length."""

@@ -19,13 +19,13 @@ from toprope.store.log.records import Attempt, Elected, Job, Member, Metric, Pin
 class Unlogged:
     """All attempts that any node ever adopted, by uid; ``records`` are those of the log.
 
-    ``opened`` has the term in which one was given out first, ``over`` those that the log can't take any more, ``gone``
+    ``opened`` has the terms in which one was given out, ``over`` those that the log can't take any more, ``gone``
     the boot ids of memory that was lost: nothing trains there any more, and nobody need ask.
     """
 
     attempts: dict[str, Provisional] = field(default_factory=dict)
     adopters: dict[str, set[str]] = field(default_factory=dict)
-    opened: dict[str, int] = field(default_factory=dict)
+    opened: dict[str, set[int]] = field(default_factory=dict)
     over: set[str] = field(default_factory=set)
     gone: set[str] = field(default_factory=set)
     records: list[Record] = field(default_factory=list)
@@ -51,11 +51,16 @@ class Unlogged:
         one = self.attempts.get(view.uid)
         if one is None:
             return f"attempt {view.number} is not in the log, and nobody has adopted it"
-        self.opened[view.uid] = term
+        self.opened[view.uid] = {term}
         worlds = (*self.worlds.get(one.parent, ()), *self._world(one.parent), *one.facts.world)
         wanted = {place.node for place in worlds if place.boot_id not in self.gone}
         missing = sorted(wanted - self.adopters[view.uid])
         return f"attempt {view.number} is given out, and node {missing[0]} has not adopted it" if missing else ""
+
+    def give(self, view: AttemptView, *, term: int) -> None:
+        """Take in that a coordinator gives an attempt out, which another one may have opened without the log."""
+        if view.uid in self.opened:
+            self.opened[view.uid].add(term)
 
     def may_leave(self, node: str, uid: str, state: JobState) -> bool:
         """Say whether a node may go by an earlier attempt again: it is not bound to this one, or this one is over."""
@@ -74,7 +79,7 @@ class Unlogged:
         self.records.append(record)
         ends = [uid for uid in sorted(self.opened) if uid not in self.over and self.obstacle(uid, state)]
         self.over.update(ends)
-        own = next((uid for uid in ends if self.opened[uid] == record.term), None)
+        own = next((uid for uid in ends if record.term in self.opened[uid]), None)
         if own is None:
             return ends, ""
         return ends, f"attempt {self.attempts[own].number} was given out in term {record.term}, which then appends this"

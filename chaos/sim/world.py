@@ -19,12 +19,15 @@ from toprope.chaos.sim.oracle import Oracle
 from toprope.chaos.sim.people import Reader
 from toprope.chaos.sim.sidecar import SimSidecar
 from toprope.chaos.sim.store import SimStore, image_in
+from toprope.chaos.sim.threads import nap
 from toprope.chaos.sim.trace import Trace
 from toprope.chaos.sim.trainer import Launch
 from toprope.coordinator.wire import Copy, Health
 from toprope.store.checkpoint.manifest import Index, decode
 from toprope.store.digest import digest
 from toprope.store.names import Key
+from toprope.store.objects.protocol import ObjectStore
+from toprope.store.objects.retry import BackOff, RetryStore
 
 T = TypeVar("T")
 JOB = "job"
@@ -145,9 +148,20 @@ class World:
         self._launches = itertools.count(1)
 
     @property
+    def objects(self) -> ObjectStore:
+        """The store as programs open it: a bucket is asked again when it gives no answer, a directory is not."""
+        if not self.options.bucket:
+            return self.store
+        return RetryStore(self.store, BackOff(sleep=nap, chance=self.loop.rng.random))
+
+    @property
     def places(self) -> int:
         """Return how many nodes a launch takes."""
         return self.options.nodes - self.options.spares
+
+    def standing_by(self) -> int:
+        """Return how many coordinators run that do not lead."""
+        return sum(host.process.alive and host.process.held is None and not host.leads for host in self.hosts)
 
     def next_number(self) -> int:
         """Return a number that was never given."""
@@ -264,10 +278,14 @@ class World:
     def can_be_restored(self) -> bool:
         """Say whether all shards of a step of the lineage still lie somewhere as they were sealed.
 
-        Objects count when they are READY: of others a node that lost its memory knows nothing any more.
+        Objects count when they are READY: of others a node that lost its memory knows nothing any more. One that came
+        wrong from the store is struck off.
         """
         state = self.oracle.state
-        if any(state.restorable()):
+        struck = state.struck if self.store.spoiled else frozenset()
+        if self.store.spoiled and state.attempt is not None:  # what it began from is struck off with the next attempt
+            struck |= {source for source in (state.source_of(state.attempt),) if source is not None}
+        if any((ready.attempt_uid, ready.step) not in struck for _, ready in state.restorable()):
             return True
         there: set[str] = set()
         for node in self.nodes:
@@ -280,6 +298,7 @@ class World:
         numbers = {one.uid: one.attempt for one in state.attempts}
         return any(
             count == world
+            and (uid, step) not in struck
             and state.is_on_lineage(attempt_uid=uid, step=step)
             and not state.is_tainted(attempt=numbers[uid], step=step)
             for (uid, step), count in whole.items()

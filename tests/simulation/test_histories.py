@@ -17,27 +17,40 @@ from toprope.__main__ import main
 from toprope.chaos.sim import search
 from toprope.chaos.sim.history import Outcome, run
 from toprope.chaos.sim.mutants import MUTANTS
-from toprope.chaos.sim.options import OUTAGE, PAIR, READERS, SMALL, Options, Trouble, draw
+from toprope.chaos.sim.options import OUTAGE, PAIR, RANGES, READERS, SMALL, STANDBYS, Options, Trouble, draw
 from toprope.chaos.sim.shrink import Story, shrunk
 
 _DIGESTS = "from toprope.chaos.sim.history import run; print([run(seed).digest for seed in (3, 5, 8)])"
 
+_MARKED: dict[str, Any] = {
+    **STANDBYS,
+    "some_of": (),
+    "faults": ("marked outage", "marked outage", "kill rank"),
+    "store_fault": 0.0,
+}
 SELDOM: dict[str, tuple[int, dict[str, Any]]] = {
+    "METRIC came before an attempt opened without the log": (1, _MARKED),
+    "PIN came before an attempt opened without the log": (1, _MARKED),
     "a coordinator learned what was opened without the log": (55, OUTAGE),
     "a hold was left behind": (
-        16,
+        2,
         {**READERS, "faults": ("reader",), "chaos_s": 30.0, "between_s": 0.7, "step_s": 0.5},
     ),
     "a read-back found damage": (
-        0,
+        29,
         {**PAIR, "faults": ("kill rank",), "store_fault": 0.1, "chaos_s": 30.0, "between_s": 6.0, "step_s": 1.5},
+    ),
+    "a reader refused wrong bytes": (0, RANGES),
+    "a slow node adopted an attempt while two coordinators stood by": (
+        1,
+        {**STANDBYS, "some_of": (), "store_fault": 0.0},
     ),
     "a source was struck off": (
         19,
         {**SMALL, "faults": ("flip", "flip", "flip", "kill rank"), "store_fault": 0.2, "copies": 0, "between_s": 0.7},
     ),
     "an attempt opened without the log was fenced off": (
-        3,
+        15,
         {
             **OUTAGE,
             "some_of": (),
@@ -46,7 +59,12 @@ SELDOM: dict[str, tuple[int, dict[str, Any]]] = {
             "retain": "",
         },
     ),
+    "an attempt opened without the log was rolled back": (
+        8,
+        {**_MARKED, "faults": ("store outage", "go back", "go back", "kill rank")},
+    ),
     "the store went away while a record was appended": (51, OUTAGE),
+    "wrong bytes of the store were asked for once more": (5, RANGES),
 }
 """A seed for each, and what is narrowed, so that it happens."""
 

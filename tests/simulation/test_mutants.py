@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from toprope.chaos.sim.history import run
-from toprope.chaos.sim.mutants import MUTANTS, Mutant, switched_off
+from toprope.chaos.sim.mutant import Mutant
+from toprope.chaos.sim.mutants import MUTANTS, switched_off
 
 SEEDS = 6
 """The pinned seed leads to the trouble; when the programs have changed, one of the next ones may in its place."""
