@@ -34,7 +34,7 @@ from toprope.trainer_hooks import (
     checkpointer as checkpointer_module,
 )
 from toprope.trainer_hooks.image.shard import write_image
-from toprope.trainer_hooks.link import sealing, wire
+from toprope.trainer_hooks.link import sealing, session, wire
 from toprope.trainer_hooks.link.session import socket_path
 from toprope.trainer_hooks.link.slot import Page, SlotState, read_page, write_page
 from toprope.trainer_hooks.restore import entering
@@ -441,12 +441,17 @@ def test_end_step_before_restore_is_refused(sidecar: FakeSidecar, made: list[Che
         _hook(sidecar, made, tiny()).end_step(1)
 
 
-def test_without_a_sidecar_restore_raises_and_fresh_ok_begins_at_0(tmp_path: Path) -> None:
+def test_without_a_sidecar_restore_says_so_once_and_raises_and_fresh_ok_begins_at_0(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(session, "_SILENT_S", 0.1)
     trainer = tiny()
     named = {"job": "j", "socket": tmp_path / "none.sock", "sidecar_timeout_s": 0.2, **trainer.named()}
     checkpointer = Checkpointer(**named)
     with pytest.raises(SidecarUnavailableError, match=r"no sidecar answered within 0.2 s .*none\.sock"):
         checkpointer.restore()
+    (said,) = [text for text in caplog.messages if "no sidecar answers yet" in text]
+    assert "none.sock" in said
     checkpointer.close("nothing")
     checkpointer = Checkpointer(**named, fresh_ok=True)
     assert checkpointer.restore() == 0

@@ -25,6 +25,8 @@ logger = logging.getLogger("toprope")
 MAX_HEARD = 32
 """How many answers are kept that nobody has waited for yet: each new connection says the newest again."""
 MAX_SOCKET_PATH_BYTES = 107
+_SILENT_S = 10.0
+"""After so long a person is told what is waited for."""
 _JOB = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
 _F = TypeVar("_F", wire.Attempt, wire.Staged, wire.Go)
 
@@ -149,13 +151,17 @@ class Session:
         Raises:
             SidecarUnavailableError: none came in time, or this process is not wanted.
         """
-        end = time.monotonic() + timeout_s
+        now_s = time.monotonic()
+        end, say_at = now_s + timeout_s, now_s + _SILENT_S
         with self._news:
             while self.welcome is None:
-                refusal = self._refusal()
+                refusal, now_s = self._refusal(), time.monotonic()
                 if refusal is not None:
                     raise SidecarUnavailableError(f"sidecar at {self._path} refuses this trainer: {refusal}")
-                if not self._news.wait(max(0.0, end - time.monotonic())):
+                if now_s >= say_at:
+                    say_at = float("inf")
+                    logger.warning("no sidecar answers yet (%s); asking for %.0f s more", self.trouble, end - now_s)
+                if not self._news.wait(max(0.0, min(end, say_at) - now_s)) and time.monotonic() >= end:
                     raise SidecarUnavailableError(
                         f"no sidecar answered within {timeout_s:g} s ({self.trouble}); start one with "
                         "'ckpt sidecar', or name its socket in CKPT_SOCKET"
