@@ -15,9 +15,7 @@ from toprope.store.log.fold import JobState
 from toprope.store.look.sample import alone
 from toprope.store.objects.protocol import ObjectStore
 from toprope.store.transfer.new_directory import WrittenOut, check_target, new_directory, put_in_place, synced_file
-from toprope.store.transfer.restore import plan
-
-NOTE_NAME = "PARTIAL.json"
+from toprope.store.transfer.restore import NOTE_NAME, is_ours, plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +47,7 @@ def restore_part(
         CkptError: ``to`` can't be written.
     """
     seq = plan(state, step=step)[0]
-    check_target(to, force=force, is_ours=lambda name: name == NOTE_NAME or name.endswith(".safetensors"))
+    check_target(to, force=force, is_ours=is_ours)
     manifest, indexes = read_indexes(store, state, seq)
     chosen = {index.rank: _chosen(index, only) for index in indexes}
     total = sum(tensor.end - tensor.begin for tensors in chosen.values() for tensor in tensors)

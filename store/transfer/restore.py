@@ -22,6 +22,8 @@ from toprope.store.objects.protocol import ObjectStore
 from toprope.store.transfer.new_directory import WrittenOut, check_target, new_directory, put_in_place, synced_file
 
 MANIFEST_NAME = "manifest.json"
+NOTE_NAME = "PARTIAL.json"
+"""What a part of a checkpoint has in place of a manifest."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +77,7 @@ def restore(store: ObjectStore, state: JobState, *, to: Path, step: int | None =
         CkptError: ``to`` can't be written.
     """
     plan(state, step=step)
-    check_target(to, force=force, is_ours=_is_ours)
+    check_target(to, force=force, is_ours=is_ours)
     passed_over: list[PassedOver] = []
     while (seq := _next(state, step, passed_over)) is not None:
         with holding(store, state, seq) as state:  # noqa: PLR1704 - as the log is by then
@@ -154,5 +156,6 @@ def _write_all(file: BinaryIO, chunk: bytes) -> None:
     file.write(chunk)
 
 
-def _is_ours(name: str) -> bool:
-    return name == MANIFEST_NAME or name.endswith(".safetensors")
+def is_ours(name: str) -> bool:
+    """Return whether a restore writes files of this name: of a checkpoint, or of a part of one."""
+    return name in {MANIFEST_NAME, NOTE_NAME} or name.endswith(".safetensors")

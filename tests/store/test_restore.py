@@ -18,6 +18,7 @@ from toprope.store.keep.gc import execute, survey
 from toprope.store.log.chain import read_log
 from toprope.store.log.records import Retire, Taint
 from toprope.store.names import Key
+from toprope.store.transfer.partial import restore_part
 from toprope.store.transfer.restore import plan, restore
 
 
@@ -185,6 +186,28 @@ def test_force_replaces_only_what_a_restore_wrote(tmp_path: Path) -> None:
 
 
 @pytest.mark.fault("B81")
+@pytest.mark.parametrize("part_first", [True, False])
+def test_force_replaces_a_part_by_a_checkpoint_and_the_other_way_round(tmp_path: Path, *, part_first: bool) -> None:
+    store = FakeStore()
+    small_store(store)
+    state, to = read_log(store, "job"), tmp_path / "out"
+
+    def part(*, force: bool) -> None:
+        restore_part(store, state, to=to, only=["model.*"], force=force)
+        assert "PARTIAL.json" in names_in(to)
+        assert "manifest.json" not in names_in(to)
+
+    def whole(*, force: bool) -> None:
+        restore(store, state, to=to, force=force)
+        assert "PARTIAL.json" not in names_in(to)
+        assert "manifest.json" in names_in(to)
+
+    first, second = (part, whole) if part_first else (whole, part)
+    first(force=False)
+    second(force=True)
+    assert names_in(tmp_path) == ["out"]
+
+
 def test_a_damaged_restore_by_force_leaves_the_old_one(tmp_path: Path) -> None:
     store = FakeStore()
     small_store(store, steps=(10,))
