@@ -34,12 +34,17 @@ def checked_id(value: str, *, what: str) -> str:
     Raises:
         UsageError: it is not 1 to 64 of ``a-z 0-9 . _ -`` beginning with a letter or digit, or it holds ``..``.
     """
-    if _ID.fullmatch(value) is None or ".." in value:
+    if not is_id(value):
         raise UsageError(
             f"{what} {value!r} is not usable: give 1 to 64 of a-z 0-9 . _ - that begin with a letter or digit, "
             "without '..'"
         )
     return value
+
+
+def is_id(value: str) -> bool:
+    """Return whether a job or a node may have this name."""
+    return _ID.fullmatch(value) is not None and ".." not in value
 
 
 def checked_hex(value: str) -> str:

@@ -18,7 +18,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.table import Table
 
 from toprope.store.errors import NothingToVerifyError, UsageError
-from toprope.store.look.show import JobNames, names_in, without_log_text
+from toprope.store.look.show import JobNames, foreign_text, names_in, without_log_text
 from toprope.store.objects.metered import MeteredStore
 from toprope.store.objects.protocol import ObjectStore
 from toprope.store.places import parse_place, selected
@@ -64,14 +64,16 @@ def only_job(store: ObjectStore, root: str, job: str | None) -> str:
 
 
 def names_of_jobs(store: ObjectStore, root: str, job: str | None = None) -> JobNames:
-    """Return the names of all jobs in a store, in order, or just the one that was named.
+    """Return the names of all jobs in a store, in order, or just the one that was named; say what is foreign to it.
 
     Raises:
         UsageError: it has none, because ``root`` is itself the directory of a job.
     """
     if job is not None:
-        return JobNames(jobs=(job,), without_log=())
+        return JobNames(jobs=(job,))
     names = names_in(store)
+    if names.foreign:
+        say(foreign_text(names.foreign))
     if not names.jobs and any(True for _ in store.list("log/")):
         raise UsageError(f"{root} is the directory of a job, not a store: give the one that it lies in")
     return names

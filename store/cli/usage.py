@@ -8,6 +8,7 @@ import msgspec
 import typer
 
 from toprope.store.cli.shared import AsJson, Root, print_json, print_table, put, say, table
+from toprope.store.look.show import foreign_text
 from toprope.store.look.usage import JobUse, Pile, damages
 from toprope.store.look.usage import usage as usage_of
 from toprope.store.objects.opening import open_store
@@ -33,6 +34,8 @@ def du(
     """
     found = usage_of(open_store(root), job=job)
     wrong = list(damages(found))
+    if found.foreign:
+        say(foreign_text(found.foreign))
     if as_json:
         print_json({"jobs": [_job_json(one) for one in found.jobs], "others": found.others, "damages": wrong})
         return 2 if wrong else 0

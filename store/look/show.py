@@ -15,7 +15,7 @@ from toprope.store.log.chain import Entry, read_entries, read_on
 from toprope.store.log.fold import JobState
 from toprope.store.log.records import Attempt, Elected, Job, Metric, Pin, Ready, Record, Retire, Taint, Unpin
 from toprope.store.log.snap import check_end, newest_snap
-from toprope.store.names import checked_id, facts_key, log_prefix, manifest_key
+from toprope.store.names import checked_id, facts_key, is_id, log_prefix, manifest_key
 from toprope.store.objects.protocol import ObjectStore
 
 ObjectKind = Literal["log", "facts", "manifest", "index", "shard"]
@@ -66,10 +66,14 @@ class NamedObject:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobNames:
-    """The jobs of a store, and what has checkpoints and no log: a log was removed, or a copy is not through."""
+    """The jobs of a store, and what has checkpoints and no log: a log was removed, or a copy is not through.
+
+    ``foreign`` look like jobs, and no job can have such a name.
+    """
 
     jobs: tuple[str, ...]
-    without_log: tuple[str, ...]
+    without_log: tuple[str, ...] = ()
+    foreign: tuple[str, ...] = ()
 
 
 def names_in(store: ObjectStore) -> JobNames:
@@ -82,7 +86,12 @@ def names_in(store: ObjectStore) -> JobNames:
             with_log.add(name)
         elif rest.startswith(("shards/", "manifests/")):
             with_more.add(name)
-    return JobNames(jobs=tuple(sorted(with_log)), without_log=tuple(sorted(with_more - with_log)))
+    foreign = {name for name in with_log | with_more if not is_id(name)}
+    return JobNames(
+        jobs=tuple(sorted(with_log - foreign)),
+        without_log=tuple(sorted(with_more - with_log - foreign)),
+        foreign=tuple(sorted(foreign)),
+    )
 
 
 def job_names(store: ObjectStore) -> tuple[str, ...]:
@@ -96,6 +105,14 @@ def without_log_text(names: Sequence[str]) -> str:
     return (
         f"{', '.join(names)}: objects of checkpoints and no log that names them, so nothing is known of them: it was "
         f"removed (bring back {logs}), or a copy is not through (run it again); `ckpt du` weighs them"
+    )
+
+
+def foreign_text(names: Sequence[str]) -> str:
+    """Return what to tell of what lies in a store and has a name that no job can have."""
+    return (
+        f"passed over {', '.join(map(repr, names))}: a job's name is 1 to 64 of a-z 0-9 . _ - that begin with a letter "
+        "or digit, so what lies there is none; move it out of the store"
     )
 
 

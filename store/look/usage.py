@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 
 from toprope.store.checkpoint.manifest import File, Index, Manifest
 from toprope.store.checkpoint.ready import Damage, damage_of, length_damaged, read_index, read_manifest
-from toprope.store.errors import CorruptObjectError, MissingObjectError
+from toprope.store.errors import CorruptObjectError, MissingObjectError, UsageError
 from toprope.store.log.fold import JobState
 from toprope.store.look.show import read_job
-from toprope.store.names import Key, facts_key, manifest_key, shard_key
+from toprope.store.names import Key, facts_key, is_id, manifest_key, shard_key
 from toprope.store.objects.protocol import ObjectStore
 
 
@@ -67,10 +67,14 @@ class JobUse:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
-    """What a store weighs. ``others`` are objects of no job that has a log."""
+    """What a store weighs. ``others`` are objects of no job that has a log; ``foreign`` look like jobs, and are none.
+
+    Files whose name no object can have are not weighed.
+    """
 
     jobs: tuple[JobUse, ...]
     others: Pile
+    foreign: tuple[str, ...] = ()
 
 
 def usage(store: ObjectStore, *, job: str | None = None) -> Usage:
@@ -87,21 +91,22 @@ def usage(store: ObjectStore, *, job: str | None = None) -> Usage:
     listed: dict[str, list[Key]] = {}
     for key in store.list(f"{job}/" if job else ""):
         listed.setdefault(key.partition("/")[0], []).append(key)
-    names = [job] if job else [name for name, keys in listed.items() if any("/log/" in key for key in keys)]
+    named = {job} if job else {name for name, keys in listed.items() if any("/log/" in key for key in keys)}
+    names = {name for name in named if job or is_id(name)}
     jobs = tuple(_Count(store, name, listed.get(name, [])).counted() for name in sorted(names))
     others = Pile()
-    for name in sorted(listed.keys() - set(names)):
+    for name in sorted(listed.keys() - names):
         for key in listed[name]:
             if (size := _size(store, key)) is not None:
                 others.add(key, size)
-    return Usage(jobs=jobs, others=others)
+    return Usage(jobs=jobs, others=others, foreign=tuple(sorted(named - names)))
 
 
 def _size(store: ObjectStore, key: Key) -> int | None:
-    """Return the size of an object that was listed; None if it has been deleted since."""
+    """Return the size of an object that was listed; None if it has been deleted since, or is none by its name."""
     try:
         return store.size(key)
-    except MissingObjectError:
+    except (MissingObjectError, UsageError):
         return None
 
 

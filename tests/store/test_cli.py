@@ -248,6 +248,21 @@ def test_a_store_that_cannot_be_reached_is_4(tmp_path: Path, capsys: pytest.Capt
 
 def test_a_store_that_may_not_be_looked_into_is_4(tmp_path: Path) -> None:
     child = os.fork()
+@pytest.mark.parametrize("name", ["\u0438\u043c\u044f \u0445", "Mine", "a\x1b[2Jb"])
+def test_a_directory_whose_name_no_job_can_have_hides_no_job(
+    root: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    (root / name / "log").mkdir(parents=True)
+    (root / name / "log" / f"{0:020d}.json").write_bytes(one(root, f"gpt/log/{0:020d}.json").read_bytes())
+    for word, what in (("ls", "gpt"), ("verify", "job gpt, step 30"), ("du", "job gpt: ")):
+        assert ckpt(word, root) == 0
+        out, err = capsys.readouterr()
+        assert what in out
+        assert f"passed over {name!r}: a job's name is 1 to 64 of a-z" in err
+        assert "\x1b" not in out + err
+    assert ckpt("verify", root, "--job", name) == 64
+
+
     if child == 0:  # as somebody who is not root, to whom all is open
         os.chmod(tmp_path, 0o700)  # noqa: PTH101 - as short as it can be
         if os.getuid() == 0:
