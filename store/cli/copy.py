@@ -8,11 +8,10 @@ from typing import Annotated
 import typer
 
 from toprope.store.cli.shared import AsJson, JobOption, chosen, metered, only_job, print_json, put, say
-from toprope.store.errors import UsageError
 from toprope.store.keep.holds import holding
 from toprope.store.look.show import read_job
 from toprope.store.look.verify import plan as plan_verify
-from toprope.store.objects.opening import absolute_root, open_store
+from toprope.store.objects.opening import check_apart, open_store
 from toprope.store.sizes import size_text
 from toprope.store.transfer.copy import copy as copy_job
 from toprope.store.transfer.copy import plan
@@ -45,8 +44,7 @@ def copy(
     can't be reached; 64 the destination has a job of that name with another history.
     """
     source, job, step = chosen(source, job, step)
-    if absolute_root(source) == absolute_root(target):
-        raise UsageError(f"{source}: is both source and destination; give another store to copy to")
+    check_apart(target, source)
     read_from = open_store(source)
     name = only_job(read_from, source, job)
     before = read_job(read_from, name).state

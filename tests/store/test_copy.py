@@ -22,7 +22,7 @@ from toprope.store.look.show import job_names, named_objects, read_job
 from toprope.store.look.verify import verify_checkpoint, verify_facts
 from toprope.store.names import Key
 from toprope.store.objects.directory import DirectoryStore
-from toprope.store.objects.opening import open_store
+from toprope.store.objects.opening import check_apart, open_store
 from toprope.store.objects.protocol import ObjectStore
 from toprope.store.transfer.copy import Copied, copy, plan
 
@@ -250,7 +250,22 @@ def test_a_step_that_is_not_there_leaves_no_destination_behind(
     assert not target.exists()
 
 
-def test_a_store_is_not_copied_into_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    small_store(DirectoryStore(tmp_path))
-    assert main(["copy", str(tmp_path), f"{tmp_path}/"]) == 64
-    assert "both source and destination" in capsys.readouterr().err
+@pytest.mark.parametrize("target", ["store/", "store/sub", "link", "link/sub/deeper", "file"])
+def test_a_store_is_not_copied_into_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str], target: str) -> None:
+    root = tmp_path / "store"
+    root.mkdir()
+    small_store(DirectoryStore(root))
+    (tmp_path / "link").symlink_to(root)
+    to = f"file://{root}/sub" if target == "file" else f"{tmp_path}/{target}"
+    assert main(["copy", str(root), to]) == 64
+    assert f"{to}: is the store {root} or lies inside it" in capsys.readouterr().err
+    assert [path.name for path in root.iterdir()] == ["job"]
+
+
+def test_stores_that_lie_beside_each_other_are_apart_and_prefixes_of_a_bucket_may_lie_inside() -> None:
+    apart = (("/a/stores", "/a/store"), ("s3://b/pp", "s3://b/p"), ("s3://b/p/q?x=1", "s3://b/p"), ("s3://b", "/b"))
+    for target, root in apart:
+        check_apart(target, root)
+    for inside in (("s3://b/p/q?x=1", "s3://b/p/?x=1"), ("s3://b/p/", "s3://b/p")):
+        with pytest.raises(UsageError, match="or lies inside it"):
+            check_apart(*inside)
