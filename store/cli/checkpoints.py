@@ -44,7 +44,7 @@ from toprope.store.look.show import (
     without_log_text,
     xxhsum_lines,
 )
-from toprope.store.look.unready import unready
+from toprope.store.look.unready import passed_over, unready
 from toprope.store.look.verify import plan
 from toprope.store.objects.opening import check_outside, empty_folders, open_store
 from toprope.store.objects.protocol import ObjectStore
@@ -145,9 +145,9 @@ def restore(  # noqa: PLR0913 - one for each option
 ) -> None:
     """Write a checkpoint's shards and its manifest into a new directory, every byte verified.
 
-    Without --step it is the newest READY checkpoint that verifies; what is passed over, and why, is said, as is what is
-    newer and no checkpoint. With --only it is a part: files of those tensors and PARTIAL.json instead of a manifest;
-    nothing is passed over then.
+    Without --step it is the newest READY checkpoint that verifies; what is passed over (damaged, tainted), and why, is
+    said, as is what is newer and no checkpoint. With --only it is a part: files of those tensors and PARTIAL.json
+    instead of a manifest; nothing damaged is passed over then.
     """
     root, job, step = chosen(root, job, step)
     store = open_store(root)
@@ -170,6 +170,8 @@ def restore(  # noqa: PLR0913 - one for each option
 
 def _say_unready(store: ObjectStore, root: str, state: JobState, *, past: int) -> None:
     """Say what else is there that is newer, or looks as if it were."""
+    for line in passed_over(state, past=past):
+        say(f"passed over {line}")
     try:
         folders = (f"{folder}: an empty folder" for folder in empty_folders(root, state.job))
         for line in islice(chain(unready(store, state, past=past), folders), _UNREADY_SHOWN):

@@ -11,6 +11,7 @@ from toprope.store.cli.shared import AsJson, JobOption, RootOrAt, chosen, metere
 from toprope.store.errors import UsageError
 from toprope.store.keep.holds import holding_choice
 from toprope.store.look.show import read_state
+from toprope.store.look.unready import passed_over
 from toprope.store.objects.opening import check_outside, open_store
 from toprope.store.sizes import parse_size, size_text
 from toprope.store.transfer.export import Format, Wanted
@@ -79,6 +80,9 @@ def export(  # noqa: PLR0913 - one for each option
         seq = plan(state, step=step)[0]
         with metered(store, "exporting", total_bytes=state.readies[seq].bytes) as watched:
             done = export_checkpoint(watched, state, to=directory, wanted=wanted, step=step, force=force)
+    if step is None:
+        for line in passed_over(state, past=done.step):
+            say(f"passed over {line}")
     if as_json:
         print_json(done)
         return

@@ -41,10 +41,14 @@ _NAMED = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Found:
-    """What was found in a checkpoint: in the files, and in how their tensors fit together."""
+    """What was found in a checkpoint: in the files, and in how their tensors fit together.
+
+    ``tainted``: a person does not trust it, so no restore begins from it, as good as its bytes may be.
+    """
 
     report: CheckpointReport
     sampled: Sampled | None
+    tainted: bool
     untiled: tuple[str, ...] = ()
     own: tuple[str, ...] = ()
 
@@ -153,14 +157,15 @@ def _planned(
 
 
 def _verified(store: ObjectStore, state: JobState, seq: int, part: Sample | None, deep: int | None) -> _Found:
+    tainted = state.is_tainted(attempt=state.readies[seq].attempt, step=state.readies[seq].step)
     if part is not None:
         report, sampled = sample_checkpoint(store, state, seq, part)
-        return _Found(report=report, sampled=sampled)
+        return _Found(report=report, sampled=sampled, tainted=tainted)
     report = verify_checkpoint(store, state, seq)
     if deep is None or report.damages:
-        return _Found(report=report, sampled=None)
+        return _Found(report=report, sampled=None, tainted=tainted)
     wrong, own = untold(read_indexes(store, state, seq)[1], ranks=deep)
-    return _Found(report=report, sampled=None, untiled=tuple(wrong), own=tuple(own))
+    return _Found(report=report, sampled=None, tainted=tainted, untiled=tuple(wrong), own=tuple(own))
 
 
 def _print_found(found: _Found, deep: int | None) -> None:
@@ -168,7 +173,7 @@ def _print_found(found: _Found, deep: int | None) -> None:
     word = "ok" if found.is_good else "DAMAGED" if found.untiled else _word(report.damages)
     put(
         f"{word:<8} job {report.job}, step {report.step}: {report.world} ranks, "
-        f"{size_text(report.bytes)} (READY {report.seq}, attempt {report.attempt})"
+        f"{size_text(report.bytes)} (READY {report.seq}, attempt {report.attempt}{', tainted' * found.tainted})"
     )
     _print_damages(report.damages)
     for what in found.untiled:
@@ -222,4 +227,4 @@ def _as_json(found: _Found) -> dict[str, object]:
     plain: dict[str, object] = msgspec.to_builtins(found.report)
     if found.sampled is not None:
         plain["sampled"] = found.sampled
-    return plain | {"untiled": found.untiled, "own": found.own}
+    return plain | {"tainted": found.tainted, "untiled": found.untiled, "own": found.own}

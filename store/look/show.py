@@ -217,13 +217,13 @@ def record_lines(entries: tuple[Entry, ...]) -> tuple[RecordLine, ...]:
             number=entry.number,
             term=entry.record.term,
             kind=type(entry.record).__name__.upper(),
-            what=_on_one_line(_in_words(entry.record)),
+            what=on_one_line(_in_words(entry.record)),
         )
         for entry in entries
     )
 
 
-def _on_one_line(words: str) -> str:
+def on_one_line(words: str) -> str:
     """Return words without what moves a terminal's cursor: reasons are what people and programs wrote."""
     return " ".join("".join(one if one.isprintable() else " " for one in words).split())
 

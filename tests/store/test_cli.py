@@ -140,6 +140,25 @@ def test_verify_names_what_is_damaged_and_restore_uses_the_next_older(
     assert "rank 1, tensor __document__: digest" in err
 
 
+def test_what_is_tainted_is_said_by_verify_and_by_a_restore_that_passes_it_over(
+    root: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert ckpt("taint", root, "gpt@30", "--reason", "the loss\x1b[2J went up") == 0
+    assert ckpt("verify", root) == 0
+    out = capsys.readouterr().out
+    assert "(READY 6, attempt 1, tainted)" in out
+    assert out.count("tainted)") == 1
+    assert ckpt("verify", root, "--json") == 0
+    assert [one["tainted"] for one in json.loads(capsys.readouterr().out)["checkpoints"]] == [False, False, True]
+    why = "passed over step 30 (READY 6) of attempt 1: tainted: the loss [2J went up\n"
+    for words in (("restore", "--to"), ("export", "--per-rank")):
+        to = tmp_path / words[0]
+        assert ckpt(words[0], root, "--job", "gpt", *words[1:], to) == 0
+        assert why in capsys.readouterr().err
+        assert ckpt(words[0], root, "--job", "gpt", *words[1:], to, "--force", "--step", 10) == 0
+        assert "passed over" not in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("pattern", ["shards/a1/s000000020/*.index.json", "manifests/a1-s000000020-*", "facts/*"])
 def test_verify_finds_damage_in_each_kind_of_object(root: Path, pattern: str) -> None:
     for path in sorted(root.glob(f"gpt/{pattern}")):
@@ -229,6 +248,21 @@ def test_verify_says_which_job_has_no_log_and_verifies_the_others(
     assert ckpt("verify", root, "--job", "gpt") == 0
 
 
+@pytest.mark.parametrize("name", ["\u0438\u043c\u044f \u0445", "Mine", "a\x1b[2Jb"])
+def test_a_directory_whose_name_no_job_can_have_hides_no_job(
+    root: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    (root / name / "log").mkdir(parents=True)
+    (root / name / "log" / f"{0:020d}.json").write_bytes(one(root, f"gpt/log/{0:020d}.json").read_bytes())
+    for word, what in (("ls", "gpt"), ("verify", "job gpt, step 30"), ("du", "job gpt: ")):
+        assert ckpt(word, root) == 0
+        out, err = capsys.readouterr()
+        assert what in out
+        assert f"passed over {name!r}: a job's name is 1 to 64 of a-z" in err
+        assert "\x1b" not in out + err
+    assert ckpt("verify", root, "--job", name) == 64
+
+
 @pytest.mark.parametrize("command", ["ls", "show", "verify", "log"])
 def test_the_directory_of_a_job_is_not_taken_for_an_empty_store(
     root: Path, capsys: pytest.CaptureFixture[str], command: str
@@ -248,21 +282,6 @@ def test_a_store_that_cannot_be_reached_is_4(tmp_path: Path, capsys: pytest.Capt
 
 def test_a_store_that_may_not_be_looked_into_is_4(tmp_path: Path) -> None:
     child = os.fork()
-@pytest.mark.parametrize("name", ["\u0438\u043c\u044f \u0445", "Mine", "a\x1b[2Jb"])
-def test_a_directory_whose_name_no_job_can_have_hides_no_job(
-    root: Path, capsys: pytest.CaptureFixture[str], name: str
-) -> None:
-    (root / name / "log").mkdir(parents=True)
-    (root / name / "log" / f"{0:020d}.json").write_bytes(one(root, f"gpt/log/{0:020d}.json").read_bytes())
-    for word, what in (("ls", "gpt"), ("verify", "job gpt, step 30"), ("du", "job gpt: ")):
-        assert ckpt(word, root) == 0
-        out, err = capsys.readouterr()
-        assert what in out
-        assert f"passed over {name!r}: a job's name is 1 to 64 of a-z" in err
-        assert "\x1b" not in out + err
-    assert ckpt("verify", root, "--job", name) == 64
-
-
     if child == 0:  # as somebody who is not root, to whom all is open
         os.chmod(tmp_path, 0o700)  # noqa: PTH101 - as short as it can be
         if os.getuid() == 0:
@@ -272,7 +291,7 @@ def test_a_directory_whose_name_no_job_can_have_hides_no_job(
         try:
             open_store(str(tmp_path / "store"))
         except UnavailableError as error:
-            os._exit(4 if "can't be reached: Permission denied" in str(error) else 1)
+            os._exit(4 if "can't be reached: Permission denied; let this user read" in str(error) else 1)
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 4
 
@@ -353,6 +372,16 @@ def test_a_missing_extra_is_one_clear_line() -> None:
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (64, "")
     assert done.stderr == "ckpt: `ckpt ls` needs the package 'typer': install toprope[service]\n"
+
+
+@pytest.mark.parametrize("words", [["--help"], ["--version"], ["--show-completion", "bash"]], ids=" ".join)
+def test_nobody_who_reads_is_no_traceback(words: list[str]) -> None:
+    reads, writes = os.pipe()
+    os.close(reads)
+    command = [sys.executable, "-m", "toprope", *words]
+    done = subprocess.run(command, stdout=writes, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(writes)
+    assert (done.returncode, done.stderr) == (1, "")
 
 
 @pytest.mark.parametrize("options", [[], ["-u"]], ids=["at the end", "at once"])
