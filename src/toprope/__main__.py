@@ -10,9 +10,8 @@ import errno
 import importlib
 import os
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 from toprope import __version__
 
@@ -21,11 +20,11 @@ EXIT_INTERRUPTED = 130
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Program:
+class Program(NamedTuple):
     """A first word of ``ckpt``: the module whose ``app`` does it, and what it is for.
 
     ``function``: the module has that in place of an ``app``, and a parser beside it; it needs only what a trainer has.
+    No dataclass: to load what makes one takes half of the time until ``main``, and until then Ctrl-C is a traceback.
     """
 
     module: str
@@ -105,6 +104,10 @@ def main(arguments: Sequence[str] | None = None, *, passed: object = None) -> in
     A service takes what is ``passed`` to it as the ``wrap`` of its ports: a door for those who break things.
     """
     word, *rest = [*(sys.argv[1:] if arguments is None else arguments)] or ["--help"]
+    return _to_its_end(lambda: _done(word, rest, passed=passed))
+
+
+def _done(word: str, rest: list[str], *, passed: object) -> int:
     if word in {"--help", "-h", "help"}:
         return _answer(help_text())
     if word == "--version":
@@ -112,13 +115,13 @@ def main(arguments: Sequence[str] | None = None, *, passed: object = None) -> in
     program = PROGRAMS.get(word)
     if program is None:
         return _without_program(word, rest)
-    return _to_its_end(word, program, rest, passed=passed)
+    return _run_plain(program, rest) if program.function else _run(word, program, rest, passed=passed)
 
 
-def _to_its_end(word: str, program: Program, rest: list[str], *, passed: object) -> int:
-    """Run a program, and say in one line what ended it from outside: a person, or a stdout that takes no more."""
+def _to_its_end(work: Callable[[], int]) -> int:
+    """Do it, and say in one line what ended it from outside: a person, or a stdout that takes no more."""
     try:
-        status = _run_plain(program, rest) if program.function else _run(word, program, rest, passed=passed)
+        status = work()
         sys.stdout.flush()
     except KeyboardInterrupt:
         return _fail("interrupted", status=EXIT_INTERRUPTED)
