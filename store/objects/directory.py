@@ -39,6 +39,16 @@ _KEPT_DEPTH = 2
 _MAX_SYNCED = 1024
 """Of so many directories is known that their entries were synced; then all are synced once more."""
 
+_RIGHTS = "; let this user read and write there, or be the user that made it"
+_ROOM = "; make room: `ckpt gc` deletes what is condemned, and needs none; `ckpt du` says what is large"
+_ADVICE = {
+    errno.EACCES: _RIGHTS,
+    errno.EPERM: _RIGHTS,
+    errno.ENOSPC: _ROOM,
+    errno.EDQUOT: _ROOM,
+    errno.EROFS: "; mount it so that it can be written",
+}
+
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _ALIGNMENT_BYTES = 4096
 _DIRECT_BYTES = 8 * 1024 * 1024
@@ -212,7 +222,8 @@ class DirectoryStore:
         try:
             directory = os.open(self.root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         except OSError as error:
-            raise UnavailableError(f"store {self.root} can't be reached: {os.strerror(error.errno or 0)}") from error
+            why = f"{os.strerror(error.errno or 0)}{advice(error)}"
+            raise UnavailableError(f"store {self.root} can't be reached: {why}") from error
         try:
             for depth in range(1, len(parts) + 1):
                 child = self._entered(directory, parts[:depth], make=make)
@@ -258,7 +269,13 @@ class DirectoryStore:
         except OSError as error:
             if error.errno in {errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.ENXIO}:
                 raise CorruptObjectError(f"{key}: not a plain file in {self.root}; remove what lies there") from error
-            raise UnavailableError(f"{key}: {os.strerror(error.errno or 0)} in store {self.root}") from error
+            what = os.strerror(error.errno or 0)
+            raise UnavailableError(f"{key}: {what} in store {self.root}{advice(error)}") from error
+
+
+def advice(error: OSError) -> str:
+    """Return what a person can do about it, to be put behind what has happened; empty if that is not known."""
+    return _ADVICE.get(error.errno or 0, "")
 
 
 @contextlib.contextmanager

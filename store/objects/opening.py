@@ -16,7 +16,7 @@ from urllib.parse import unquote
 
 from toprope.store.errors import AlreadyExistsError, NoStoreError, UnavailableError, UsageError
 from toprope.store.names import Key, checked_id, shards_prefix
-from toprope.store.objects.directory import DirectoryStore
+from toprope.store.objects.directory import DirectoryStore, advice
 from toprope.store.objects.patient import PatientStore, is_networked
 from toprope.store.objects.protocol import ObjectStore
 from toprope.store.objects.retry import RetryStore
@@ -207,7 +207,8 @@ def _open_directory(root: str, *, write: bool) -> DirectoryStore:
         except FileNotFoundError as error:
             raise UnavailableError(f"store {root} can't be reached: it does not exist or is not mounted") from error
         except OSError as error:
-            raise UnavailableError(f"store {root} can't be reached: {os.strerror(error.errno or 0)}") from error
+            why = f"{os.strerror(error.errno or 0)}{advice(error)}"
+            raise UnavailableError(f"store {root} can't be reached: {why}") from error
         if not is_directory:
             raise UnavailableError(f"store {root} can't be reached: it is not a directory")
         return DirectoryStore(path)
