@@ -185,7 +185,6 @@ def test_force_replaces_only_what_a_restore_wrote(tmp_path: Path) -> None:
     assert names_in(tmp_path) == ["file", "home", "link"]
 
 
-@pytest.mark.fault("B81")
 @pytest.mark.parametrize("part_first", [True, False])
 def test_force_replaces_a_part_by_a_checkpoint_and_the_other_way_round(tmp_path: Path, *, part_first: bool) -> None:
     store = FakeStore()
@@ -208,6 +207,7 @@ def test_force_replaces_a_part_by_a_checkpoint_and_the_other_way_round(tmp_path:
     assert names_in(tmp_path) == ["out"]
 
 
+@pytest.mark.fault("B81")
 def test_a_damaged_restore_by_force_leaves_the_old_one(tmp_path: Path) -> None:
     store = FakeStore()
     small_store(store, steps=(10,))
