@@ -398,11 +398,11 @@ def test_no_slots_are_made_nor_given_up_for_a_size_that_another_process_of_the_r
     driver.train()
     driver.hello(connection=2, launch_id="bb")
     driver.frame(wire.Size(bytes=500), connection=2)
+    assert driver.all(do.MakeSlots) == []
     driver.snapshot(0, 1)
     driver.snapshot(1, 2)
     driver.keep(2)
-    driver.tick(1.0)
-    assert (driver.all(do.MakeSlots), driver.core.slots.numbers(0)) == ([], (0, 1, 2))
+    assert (driver.all(do.RemoveSlots), driver.core.slots.numbers(0)) == ([], (0, 1, 2))
 
 
 def test_slots_that_are_too_small_go_once_nothing_needs_them() -> None:

@@ -553,7 +553,7 @@ def test_whoever_waits_for_a_silent_store_is_told_so(
                 told.set()
 
     heard: list[bool] = []
-    strict.on_call = lambda _call: heard.append(told.wait(30))
+    strict.on_call = lambda _call: heard.append(told.wait(5))
     logging.getLogger("toprope.store").addHandler(handler := Tell())
     try:
         open_store(strict.root(), write=write)
