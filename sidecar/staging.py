@@ -19,7 +19,7 @@ from toprope.store.checkpoint.files import FileReader, places, write_image
 from toprope.store.checkpoint.manifest import Index
 from toprope.store.checkpoint.ready import read_index_at
 from toprope.store.digest import digest, digest_of_file
-from toprope.store.errors import CkptError, UnavailableError
+from toprope.store.errors import CkptError, CorruptObjectError, UnavailableError
 from toprope.store.names import Key
 from toprope.store.objects.protocol import ObjectStore
 from toprope.trainer_hooks.link.wire import ALL, DIGESTS, StagedShard
@@ -169,7 +169,7 @@ class Stager:
         try:
             index = read_index_at(self.objects, Key(way.key))
         except CkptError as error:
-            raise _WayError(str(error), again=isinstance(error, UnavailableError)) from error
+            raise _of_store(error) from error
         if index.bytes != request.shard.bytes:
             raise _WayError(f"its image has {index.bytes} bytes; expected {request.shard.bytes}")
         _check(index.digest, request.shard)
@@ -179,7 +179,7 @@ class Stager:
         try:
             write_image(self.objects, index, file.write)
         except CkptError as error:
-            raise _WayError(str(error), again=isinstance(error, UnavailableError)) from error
+            raise _of_store(error) from error
 
     def _some_from_store(self, index: Index, tensors: frozenset[str], path: Path) -> None:
         """Fetch header, document and these tensors to where they lie in the image, each checked by its own digest."""
@@ -195,7 +195,7 @@ class Stager:
         try:
             self._some(parts_in(index), tensors, path, fetch)
         except CkptError as error:
-            raise _WayError(str(error), again=isinstance(error, UnavailableError)) from error
+            raise _of_store(error) from error
 
     def _some(
         self, parts: Parts, tensors: frozenset[str], path: Path, fetch: Callable[[Sequence[Part], Filling], None]
@@ -213,6 +213,13 @@ class Stager:
         body = json.dumps({part.name: part.digest for part in parts.parts if part.name}).encode()
         with self.memory.filling(path.with_suffix(DIGESTS), len(body)) as file:
             file.write(0, body)
+
+
+def _of_store(error: CkptError) -> _WayError:
+    """Return what an error of the object store means for this way: a frame, a table or an index may have come wrong."""
+    if isinstance(error, CorruptObjectError):
+        return _WrongBytesError(str(error))
+    return _WayError(str(error), again=isinstance(error, UnavailableError))
 
 
 def _url(request: Stage, way: Way) -> str:

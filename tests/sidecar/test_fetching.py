@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import resource
@@ -9,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import msgspec
 import pytest
 import xxhash
 from tests.support.fake_store import FakeStore
@@ -23,7 +25,8 @@ from toprope.sidecar.parts import Parts, parts_of
 from toprope.sidecar.ports import PeerError
 from toprope.sidecar.staging import Stager, StagingError
 from toprope.sidecar.values import Way
-from toprope.store.checkpoint.manifest import encode, sha256
+from toprope.store.checkpoint.codec import pack
+from toprope.store.checkpoint.manifest import File, Packed, encode, sha256
 from toprope.store.checkpoint.shard import hash_image, index_of
 from toprope.store.names import Key, index_key, shard_key
 from toprope.trainer_hooks.link.slot import Page, SlotState, write_page
@@ -211,42 +214,80 @@ def test_wrong_bytes_of_the_object_store_are_not_staged(memory: Memory) -> None:
         staging(memory, FakePeers(), objects, PEER, OBJECT)()
 
 
-class MisreadStore(FakeStore):
-    """Has the right bytes, and sends wrong ones of the shard the first ``times`` times."""
+RAW = shard_key("job", attempt=1, step=1, rank=0, world=1, nonce="0a")
+PACKED_KEY = shard_key("job", attempt=1, step=1, rank=0, world=1, nonce="0a", packed=True)
 
-    def __init__(self, times: int) -> None:
+
+def packed() -> tuple[FakeStore, Way]:
+    """A store with the shard in a packed file, and the way to it."""
+    body = io.BytesIO()
+    made = pack(memoryview(BODY), body.write)
+    file = File(
+        key=PACKED_KEY, bytes=len(BODY), digest=DIGEST, packed=Packed(codec="zstd", bytes=made.bytes, digest=made.digest)
+    )
+    index = msgspec.structs.replace(STORED, files=(file,))
+    key = index_key("job", attempt=1, step=1, rank=0, world=1, sha256=sha256(encode(index)))
+    objects = FakeStore()
+    objects.create(PACKED_KEY, body.getvalue())
+    objects.create(key, encode(index))
+    return objects, Way(kind="object", tier="object", key=key)
+
+
+class MisreadStore(FakeStore):
+    """Has the right bytes, and sends a wrong one of this object the first ``times`` times that its place is read."""
+
+    def __init__(self, objects: FakeStore, key: Key, *, at: int, times: int) -> None:
         super().__init__()
-        self.objects.update(stored(BODY).objects)
-        self.times = times
+        self.objects.update(objects.objects)
+        self.key, self.at, self.times = key, at % len(objects.objects[key]), times
+
+    def size(self, key: Key) -> int:
+        return len(self.objects[key])
 
     def read(self, key: Key, *, start: int = 0, length: int | None = None, uncached: bool = False) -> bytes:
         body = super().read(key, start=start, length=length, uncached=uncached)
-        if key == STORED.files[0].key and self.times and start <= 2000 < start + len(body):
+        at = self.at - start
+        if key == self.key and self.times and 0 <= at < len(body):
             self.times -= 1
-            return wrong(bytes(start) + body)[start:]
+            return body[:at] + bytes([body[at] ^ 1]) + body[at + 1 :]
         return body
 
 
 @pytest.mark.parametrize("wanted", [ALL, STORED.tensors[0].name])
-def test_bytes_that_came_wrong_from_the_object_store_are_asked_for_once_more(memory: Memory, wanted: str) -> None:
+@pytest.mark.parametrize(
+    ("what", "at", "said"),
+    [
+        ("raw", 2000, r"has digest|its digest is"),
+        ("index", 100, r"index.json: SHA-256 is"),
+        ("packed", 20, r"a frame can't be unpacked"),
+        ("packed", -1, r"it does not end with a seek table"),
+    ],
+    ids=["raw", "index", "frame", "table"],
+)
+def test_bytes_that_came_wrong_from_the_object_store_are_asked_for_once_more(
+    memory: Memory, wanted: str, what: str, at: int, said: str
+) -> None:
+    objects, way = packed() if what == "packed" else (stored(BODY), OBJECT)
+    key = {"raw": RAW, "index": INDEX, "packed": PACKED_KEY}[what]
+
     def stage(times: int) -> bytes:
+        misread = MisreadStore(objects, key, at=at, times=times)
         shard = RestoreShard(rank=0, bytes=len(BODY), digest=DIGEST, sources=())
         request = Stage(
             attempt_uid=NEW,
             source_attempt_uid=UID,
             step=1,
             shard=shard,
-            ways=(OBJECT,),
+            ways=(way,),
             tensors=frozenset({wanted}),
             part=1,
         )
-        objects = MisreadStore(times)
-        staged = Stager(memory=memory, peers=FakePeers(), objects=objects, doubt=lambda *_: None).stage(request)
-        assert objects.times == 0
+        staged = Stager(memory=memory, peers=FakePeers(), objects=misread, doubt=lambda *_: None).stage(request)
+        assert misread.times == 0
         return Path(staged.shard.path).read_bytes()[: len(BODY)]
 
     assert stage(1) == BODY
-    with pytest.raises(StagingError, match=r"has digest|its digest is"):
+    with pytest.raises(StagingError, match=said):
         stage(2)
 
 
