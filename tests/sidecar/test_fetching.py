@@ -223,7 +223,10 @@ def packed() -> tuple[FakeStore, Way]:
     body = io.BytesIO()
     made = pack(memoryview(BODY), body.write)
     file = File(
-        key=PACKED_KEY, bytes=len(BODY), digest=DIGEST, packed=Packed(codec="zstd", bytes=made.bytes, digest=made.digest)
+        key=PACKED_KEY,
+        bytes=len(BODY),
+        digest=DIGEST,
+        packed=Packed(codec="zstd", bytes=made.bytes, digest=made.digest),
     )
     index = msgspec.structs.replace(STORED, files=(file,))
     key = index_key("job", attempt=1, step=1, rank=0, world=1, sha256=sha256(encode(index)))
