@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
+from functools import partial
 
 import msgspec
 
@@ -69,7 +70,7 @@ class Reader:
 
     async def _offer(self, state: JobState, seq: int) -> Offer:
         ready = state.readies[seq]
-        shards, damage = await _whole(self._store.shards(state, seq))
+        shards, damage = await _whole(partial(self._store.shards, state, seq))
         return Offer(
             seq=seq,
             attempt=ready.attempt,
@@ -80,14 +81,20 @@ class Reader:
         )
 
     async def _base_offer(self, base: Base) -> Offer:
-        shards, damage = await _whole(self._store.base_shards(base))
+        shards, damage = await _whole(partial(self._store.base_shards, base))
         return Offer(seq=None, attempt=0, attempt_uid=base.attempt_uid, step=base.step, shards=shards, damage=damage)
 
 
-async def _whole(reading: Awaitable[tuple[Shard, ...]]) -> tuple[tuple[Stored, ...], str]:
-    """Return the shards of a checkpoint, or none and what is wrong with it."""
+async def _whole(read: Callable[[], Awaitable[tuple[Shard, ...]]]) -> tuple[tuple[Stored, ...], str]:
+    """Return the shards of a checkpoint, or none and what is wrong with it.
+
+    What came wrong is read once more: a checkpoint that is passed over for it is lost to the job.
+    """
     try:
-        shards = await reading
+        try:
+            shards = await read()
+        except CorruptObjectError:
+            shards = await read()
     except StoreError as error:
         return (), str(error)
     return tuple(Stored(key=one.index_key, bytes=one.bytes, digest=one.digest) for one in shards), ""
