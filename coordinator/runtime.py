@@ -10,6 +10,7 @@ import signal
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
+from typing import TypeVar
 
 from toprope.coordinator.adapters.broker import embedded
 from toprope.coordinator.adapters.http import application, served
@@ -32,6 +33,7 @@ STORE_THREADS = 32
 _OPEN_AGAIN_S = 2.0
 _SAY_AGAIN_S = 30.0
 _LOG = logging.getLogger("toprope.coordinator")
+T = TypeVar("T")
 
 
 async def run(config: Config, wrap: Wrap = unwrapped) -> None:
@@ -58,7 +60,10 @@ async def _run(config: Config, wrap: Wrap, stack: AsyncExitStack, stop: asyncio.
     if store is None:
         return
     await _sweep(config)
-    terms = Terms(config, base=await _base(config, store))
+    base = await _base(config, store, stop)
+    if stop.is_set():
+        return
+    terms = Terms(config, base=base)
     broker = config.broker
     if config.embedded_broker is not None:
         child = embedded(config.embedded_broker)
@@ -84,7 +89,35 @@ async def _run(config: Config, wrap: Wrap, stack: AsyncExitStack, stop: asyncio.
 
 
 async def _opened(root: str, stop: asyncio.Event) -> ObjectStore | None:
-    """Return the store as soon as it answers; None when told to end before: after an outage all start at once.
+    """Return the store as soon as it answers; None when told to end before; raises as ``_once_it_answers``."""
+    return await _once_it_answers(lambda: open_store(root, write=True), stop)
+
+
+async def _base(config: Config, store: ObjectStore, stop: asyncio.Event) -> Base | None:
+    """Return what a new job is to start from, pinned there; None when there is none, or when told to end before.
+
+    Raises as ``pinned_base`` and ``_once_it_answers``.
+    """
+    if not config.base:
+        return None
+    return await _once_it_answers(
+        lambda: pinned_base(
+            store,
+            config.job,
+            at=config.base,
+            take=config.base_take,
+            token=config.token,
+            into=lambda: open_store(config.store, write=True, patient=False),
+            say=_LOG.info,
+        ),
+        stop,
+    )
+
+
+async def _once_it_answers(ask: Callable[[], T], stop: asyncio.Event) -> T | None:
+    """Return what a store answers, as soon as it does; None when told to end before.
+
+    After an outage all start at once.
 
     Raises:
         CkptError: it is wrong for good.
@@ -92,7 +125,7 @@ async def _opened(root: str, stop: asyncio.Event) -> ObjectStore | None:
     said_s = -_SAY_AGAIN_S
     while not stop.is_set():
         try:
-            return await asyncio.to_thread(lambda: open_store(root, write=True))
+            return await asyncio.to_thread(ask)
         except NoStoreError:
             raise
         except UnavailableError as error:
@@ -104,23 +137,6 @@ async def _opened(root: str, stop: asyncio.Event) -> ObjectStore | None:
             async with asyncio.timeout(_OPEN_AGAIN_S):
                 await stop.wait()
     return None
-
-
-async def _base(config: Config, store: ObjectStore) -> Base | None:
-    """Return what a new job is to start from, pinned there; raises as ``pinned_base``."""
-    if not config.base:
-        return None
-    return await asyncio.to_thread(
-        lambda: pinned_base(
-            store,
-            config.job,
-            at=config.base,
-            take=config.base_take,
-            token=config.token,
-            into=lambda: open_store(config.store, write=True, patient=False),
-            say=_LOG.info,
-        )
-    )
 
 
 async def _sweep(config: Config) -> None:

@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Literal
 
 import msgspec
 import pytest
+from tests.coordinator.test_sweep import config
 from tests.support.fake_store import FakeStore
 from tests.support.logs import SPEC, LogWriter, attempt, uid
 from tests.support.reigns import LAUNCH, Reign, digest
 from tests.support.stores import small_store
 
+from toprope.coordinator import runtime
 from toprope.coordinator.basing import base_shards, make_base, pinned_base
 from toprope.coordinator.wire import BaseView, OpenAnswer
-from toprope.store.errors import NothingToVerifyError, StoreError, UsageError
+from toprope.store.errors import NoStoreError, NothingToVerifyError, StoreError, UsageError
 from toprope.store.keep.changes import checked
 from toprope.store.keep.gc import survey
 from toprope.store.log.chain import read_log
 from toprope.store.log.fold import JobState, violation
 from toprope.store.log.records import Base, Elected, Held, Job, Record, Retire, Taint
 from toprope.store.log.snap import decode, encode
-from toprope.store.names import snap_key
+from toprope.store.names import Key, snap_key
 
 OTHER, THIRD = "2b" * 16, "3c" * 16
 TAKES: list[Literal["all", "weights"]] = ["all", "weights"]
@@ -274,3 +277,30 @@ def test_the_base_is_set_once_before_the_first_attempt_and_is_of_another_job() -
     held = Held(attempt_uid=uid(1), step=10)
     assert legal(fresh, attempt(1, held=held, from_step=10)) is None
     assert legal(fresh, attempt(1, held=held, from_step=0)) == "from_step 0 is not that of the base, 10"
+
+
+class RefusingStore(FakeStore):
+    """Refuses all reads."""
+
+    def read(self, key: Key, *, start: int = 0, length: int | None = None, uncached: bool = False) -> bytes:
+        raise NoStoreError(f"{key}: refused")
+
+
+async def test_a_coordinator_waits_for_a_store_that_is_away_when_it_pins_the_base(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runtime, "_OPEN_AGAIN_S", 0.001)
+    store, stop = FakeStore(), asyncio.Event()
+    small_store(store)
+    wanted = replace(config("unused"), job="new", base="job@10")
+    store.reads_lost = 3
+    base = await runtime._base(wanted, store, stop)
+    assert (base is not None and base.step, store.reads_lost) == (10, 0)
+    assert [record.message.partition(": ")[0] for record in caplog.records if record.levelname == "ERROR"] == [
+        "waits for the object store, and serves nobody before"
+    ], "said once"
+    store.reads_lost = 10**9
+    asyncio.get_running_loop().call_soon(stop.set)
+    assert await runtime._base(wanted, store, stop) is None
+    with pytest.raises(NoStoreError):
+        await runtime._base(wanted, RefusingStore(), asyncio.Event())
