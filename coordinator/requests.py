@@ -55,7 +55,11 @@ class Requests:
         if opening.key_of(self.deciding) == opening.key_of(request):
             self.waiters = (*self.waiters, event.request_id)
             return []
-        text = f"launch {self.deciding.launch_id[:8]} is being given an attempt; ask again"
+        launch = f"launch {self.deciding.launch_id[:8]}"
+        if self.appending and known.without_log:
+            text = f"{launch} was proposed without the log, which is away, and waits for its nodes to adopt it"
+            return [Answer(request_id=event.request_id, answer=OpenAnswer(code="unavailable", text=text))]
+        text = f"{launch} is being given an attempt; ask again"
         return [Answer(request_id=event.request_id, answer=OpenAnswer(code="busy", text=text))]
 
     def decide(self, event: Prepared, known: Known, *, objects: Sequence[Copy]) -> list[Effect]:
@@ -66,22 +70,21 @@ class Requests:
         request = self.deciding
         assert request is not None
         assert event.offers is not None
+        answered = self.answered(event, known.roll)
+        hindered = opening.hindrance(request, known.log_view, known.roll.nodes, answered)
+        if hindered is not None:  # before all is asked anew: a world that lives may make steps READY without end
+            return self.answer(hindered)
         if not _are_all(event.offers, seqs=_ready_seqs(known)):
             return [_prepare(known)]
-        answered = self.answered(event, known.roll)
-        decided: OpenAttempt | OpenAnswer | None = opening.hindrance(
-            request, known.log_view, known.roll.nodes, answered
+        decided = opening.decide(
+            request,
+            known.log_view,
+            struck_now=opening.striking(known.log_view, known.progress),
+            answered=answered,
+            objects=objects,
+            offers=event.offers,
+            uid=event.uid,
         )
-        if decided is None:
-            decided = opening.decide(
-                request,
-                known.log_view,
-                struck_now=opening.striking(known.log_view, known.progress),
-                answered=answered,
-                objects=objects,
-                offers=event.offers,
-                uid=event.uid,
-            )
         if isinstance(decided, OpenAttempt):
             self.appending = True
             return [Append(intent=decided)]

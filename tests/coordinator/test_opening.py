@@ -73,6 +73,21 @@ def test_a_new_launch_is_busy_while_a_rank_of_the_current_attempt_lives() -> Non
     assert "rank 0 on node a" in answer.text
 
 
+def test_a_launch_beside_a_living_world_that_makes_steps_ready_all_the_time_is_told_busy_at_once() -> None:
+    reign = training()
+    reign.held_back = {Prepare}
+    assert reign.ask("a", "b", launch_id=OTHER) is None
+    (prepare,) = reign.kept_back
+    assert isinstance(prepare, Prepare)
+    asked = reign._prepare(prepare)
+    reign.hold(8, tiers=("memory", "peer", "local", "object"))
+    reign.read_back()
+    assert reign.ready_steps == [8]
+    reign.do(asked)
+    assert reign.kept_back == [prepare], "all nodes and the store are not asked again"
+    assert code(reign.answers[reign.requests]) == "busy"
+
+
 def test_a_new_launch_is_granted_once_all_locks_are_free() -> None:
     reign = training()
     reign.end_trainers()
