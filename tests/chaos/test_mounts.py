@@ -81,10 +81,15 @@ def test_memory_of_its_own_is_as_large_as_was_asked_and_mounted_once(mounts: Mou
 def test_what_a_killed_run_has_left_mounted_is_unmounted_by_whoever_clears_up(mounts: Mounts, tmp_path: Path) -> None:
     left = directory(tmp_path, "left")
     inner = directory(left, "inner")
-    Mounts().memory(inner, mib=1)  # nobody remembers it
-    assert os.path.ismount(inner)
-    unmount_below(left)
-    assert not os.path.ismount(inner)
+    forgotten = Mounts()
+    forgotten.memory(inner, mib=1)
+    try:
+        assert os.path.ismount(inner)
+        unmount_below(left)
+        assert not os.path.ismount(inner)
+    finally:
+        if os.path.ismount(inner):
+            forgotten.remove(inner)
 
 
 _MOUNTS_A_DISK = """
@@ -105,12 +110,16 @@ time.sleep(60)
 def test_a_disk_that_a_killed_run_has_left_mounted_is_gone_with_the_next_run(tmp_path: Path) -> None:
     runs = directory(tmp_path, "runs")
     killed = program(_MOUNTS_A_DISK, str(runs), directory=tmp_path)
-    (left,) = map(Path, said(killed))
-    killed.kill()
-    assert os.path.ismount(left / "disk")
-    with Scratch(runs) as own:
-        assert list(runs.iterdir()) == [own.path]
-    assert str(left) not in Path("/proc/self/mounts").read_text()
+    try:
+        (left,) = map(Path, said(killed))
+        killed.kill()
+        assert os.path.ismount(left / "disk")
+        with Scratch(runs) as own:
+            assert list(runs.iterdir()) == [own.path]
+        assert str(left) not in Path("/proc/self/mounts").read_text()
+    finally:
+        killed.kill()
+        unmount_below(runs)
 
 
 def test_what_cant_be_mounted_is_told_with_the_command(mounts: Mounts, tmp_path: Path) -> None:
