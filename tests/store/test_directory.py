@@ -122,7 +122,7 @@ def test_a_write_that_fails_leaves_no_object_and_no_temporary(
 
     with monkeypatch.context() as patch:
         patch.setattr(os, call, fail)
-        with pytest.raises(UnavailableError, match=r"1.json: No space left on device in store .*; make room"):
+        with pytest.raises(UnavailableError, match=r"^job/log/1\.json: No space left on device in store .*; make room"):
             store.create(Key("job/log/1.json"), b"x")
     assert _names_in(tmp_path / "job" / "log") == ["0.json"]
 
@@ -229,7 +229,7 @@ def test_a_store_is_opened_by_path_or_file_url(tmp_path: Path) -> None:
     open_store(str(made), write=True).create(KEY, b"x")
     assert open_store(str(made)).read(KEY) == b"x"
     assert open_store(f"file://{str(made).replace(' ', '%20')}").read(KEY) == b"x"
-    assert _names_in(made) == ["job"]
+    assert _names_in(made) == ["job", "probe"]
 
 
 def test_a_missing_root_is_unavailable_to_readers_and_usage_to_writers(tmp_path: Path) -> None:

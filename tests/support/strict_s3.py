@@ -407,7 +407,7 @@ class Handler(BaseHTTPRequestHandler):
         )
         fault = self.state.fault_for(call)
         self.state.on_call(call)
-        if bucket != BUCKET and fault is None:
+        if bucket != BUCKET and not (fault is not None and fault[0].isdigit()):
             self._refuse(404, "NoSuchBucket")
         else:
             self._answer(call, query, body, fault)

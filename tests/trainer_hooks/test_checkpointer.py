@@ -313,7 +313,7 @@ def test_a_restored_trainer_has_said_how_large_its_snapshots_are_when_it_begins_
     _train(again, checkpointer, 3, 4)
     sidecar.wait_image(4)
     assert not checkpointer.stats.skipped
-    sizes = [frame.bytes for frame in said if isinstance(frame, wire.Size)]
+    sizes = [frame.bytes for frame in sidecar.heard[begun:] if isinstance(frame, wire.Size)]
     assert sizes == [sidecar.slot(0, 0).data.stat().st_size], "said once: it held after the first update, too"
 
 
@@ -444,16 +444,16 @@ def test_end_step_before_restore_is_refused(sidecar: FakeSidecar, made: list[Che
 def test_without_a_sidecar_restore_says_so_once_and_raises_and_fresh_ok_begins_at_0(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(session, "_SILENT_S", 0.1)
+    monkeypatch.setattr(session, "_SILENT_S", 1.0)
     trainer = tiny()
-    named = {"job": "j", "socket": tmp_path / "none.sock", "sidecar_timeout_s": 0.2, **trainer.named()}
-    checkpointer = Checkpointer(**named)
-    with pytest.raises(SidecarUnavailableError, match=r"no sidecar answered within 0.2 s .*none\.sock"):
+    named = {"job": "j", "socket": tmp_path / "none.sock", **trainer.named()}
+    checkpointer = Checkpointer(**named, sidecar_timeout_s=3.0)
+    with pytest.raises(SidecarUnavailableError, match=r"no sidecar answered within 3 s .*none\.sock"):
         checkpointer.restore()
     (said,) = [text for text in caplog.messages if "no sidecar answers yet" in text]
     assert "none.sock" in said
     checkpointer.close("nothing")
-    checkpointer = Checkpointer(**named, fresh_ok=True)
+    checkpointer = Checkpointer(**named, sidecar_timeout_s=0.2, fresh_ok=True)
     assert checkpointer.restore() == 0
     _train(trainer, checkpointer, 1, 3)
     checkpointer.close("nothing")
