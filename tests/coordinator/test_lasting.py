@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
+import signal
 import subprocess
 import sys
+from collections.abc import Callable, Coroutine, Iterator
+from pathlib import Path
+from types import ModuleType
 
 import pytest
+
+from toprope.coordinator import runtime as coordinator
+from toprope.coordinator.config import Config
+from toprope.coordinator.settings import Address
+from toprope.coordinator.wire import Cadence
+from toprope.sidecar import runtime as sidecar
+from toprope.sidecar.config import SidecarConfig
 
 FRAME_BYTES = 16 << 20
 OWN_KIB = """
@@ -89,7 +102,8 @@ print(most)
 
 def figure(program: str, *words: str) -> int:
     """Return what a program prints, which is a number."""
-    done = subprocess.run([sys.executable, "-c", program, *words], check=True, capture_output=True, text=True)
+    env = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
+    done = subprocess.run([sys.executable, "-c", program, *words], check=True, capture_output=True, text=True, env=env)
     return int(done.stdout)
 
 
@@ -114,3 +128,68 @@ def test_its_threads_do_not_each_keep_a_heap_as_large_as_they_needed_once(told: 
 def test_its_garbage_is_not_let_grow_with_what_was_there_at_its_start(told: str, *, kept: bool) -> None:
     most = figure(GARBAGE, told)
     assert (most > 40 * KNOTS) is kept, most
+
+
+ANYWHERE = Address(host="127.0.0.1", port=0)
+
+
+def coordinates(directory: Path, _memory: Path) -> Coroutine[object, object, None]:
+    config = Config(
+        job="job",
+        store=str(directory / "store"),
+        listen=ANYWHERE,
+        broker=None,
+        embedded_broker=None,
+        cadence=Cadence(from_step=0, every=1, local_every=1, object_every=1),
+        token="",
+        ready_file=directory / "ready",
+    )
+    return coordinator.run(config)
+
+
+def serves_a_node(directory: Path, memory: Path) -> Coroutine[object, object, None]:
+    config = SidecarConfig(
+        job="job",
+        node="a",
+        coordinators=("http://127.0.0.1:9",),
+        broker=None,
+        memory_dir=memory,
+        local_dir=directory / "local",
+        store=str(directory / "store"),
+        socket=memory / "sidecar.sock",
+        listen=ANYWHERE,
+        domain={"node": "a"},
+        ready_file=directory / "ready",
+    )
+    return sidecar.run(config)
+
+
+@pytest.fixture
+def _handlers() -> Iterator[None]:
+    """Put back the handlers of the signals that a service takes for itself."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("_handlers")
+@pytest.mark.parametrize(("module", "service"), [(coordinator, coordinates), (sidecar, serves_a_node)])
+def test_a_service_does_so_before_it_serves(
+    tmp_path: Path,
+    memory_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    module: ModuleType,
+    service: Callable[[Path, Path], Coroutine[object, object, None]],
+) -> None:
+    called: list[str] = []
+    monkeypatch.setattr(module, "give_back_large_buffers", lambda: called.append("give back"))
+    monkeypatch.setattr(module, "settle", lambda: called.append("settle"))
+
+    def serves(*_: object) -> None:
+        called.append("serves")
+        os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(module, "write_ready_file", serves)
+    asyncio.run(service(tmp_path, memory_dir))
+    assert called == ["give back", "settle", "serves"]
