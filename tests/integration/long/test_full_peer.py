@@ -14,7 +14,7 @@ from toprope.sidecar.memory import used_bytes
 
 MIB = 1 << 20
 STATE_MIB, ROOM_MIB = 500, 100
-pytestmark = [pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(200)]
+pytestmark = [pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(300)]
 
 
 def holders(cluster: Cluster) -> list[str]:
@@ -60,6 +60,9 @@ def test_a_peer_that_is_full_takes_no_byte_and_another_one_holds_the_copies(
             said = cluster.log("sidecar-b").read_text()
             assert said.count("bytes of memory needed") <= 2, "it does not try again and again"
             assert f"--memory {ROOM_MIB * MIB} leaves" in said
+            by_owner = cluster.log("sidecar-a").read_text()
+            assert "peer-failed" not in by_owner, "a refusal is no broken connection"
+            assert "Traceback" not in by_owner
             assert trainer.status() is None
         finally:
             trainer.kill()

@@ -33,6 +33,10 @@ def test_ranks_that_restore_at_once_each_hold_their_own_shard_and_read_the_store
     services: ForkedServices,
     record_property: Callable[[str, object], None],
 ) -> None:
+    """All is measured beyond what a process with torch has before it restores.
+
+    The 100 MiB that a rank may have beside 1.5 times its shard are for the restore: torch alone is more than that.
+    """
     once = Cadences(every=2, local_every=2, object_every=2)
     with running_cluster(tmp_path, job="many", nodes=("a",), cadences=once, launch=services) as cluster:
         world = World(
