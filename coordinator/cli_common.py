@@ -16,7 +16,8 @@ from toprope.store.objects.protocol import ObjectStore
 
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Only say what would be done.")]
 CoordinatorUrl = Annotated[
-    str, typer.Option("--coordinator", help="The job's coordinator; none: ask none. Default: that in the log.")
+    str,
+    typer.Option("--coordinator", help="URL of the job's coordinator; `none` asks nobody. Default: as in the log."),
 ]
 TokenFile = Annotated[Path | None, typer.Option("--token-file", help="File with the coordinator's token.")]
 

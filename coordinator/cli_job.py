@@ -88,8 +88,8 @@ def job_purge(
     says what trainers live; while a reader holds a checkpoint; and while another job starts from one and has none of
     its own. One that has only stood by can't be seen: if it is left running it may write a record after this, which is
     a job with a damaged log. With --coordinator none nobody is asked: for a copy of a store, while the job runs on the
-    other one. A job whose log is damaged goes too, its records read as far as they can be. What an interrupted purge
-    left goes with the next one.
+    other one. On the store that a living job uses, it deletes that job under way. A job whose log is damaged goes too,
+    its records read as far as they can be. What an interrupted purge left goes with the next one.
     """
     store = open_store(root)
     log, damage = read_beginning(store, job)
@@ -99,7 +99,7 @@ def job_purge(
     if not dry_run and confirm != job:
         raise UsageError(f"this deletes all of job {job}: to do it, give --confirm {job}; --dry-run says what it is")
     for url in _asked(coordinator, log):
-        _check_ended(url, job)
+        _check_ended(url, job, root)
     check_unneeded(store, state)
     keys = (*keys_of(store, job), *probes_of(store))
     if not dry_run:
@@ -125,25 +125,26 @@ def _addresses(log: JobLog) -> tuple[str, ...]:
     return tuple(dict.fromkeys(one.url for one in elected if one.url))[:_ADDRESSES_MAX]
 
 
-def _check_ended(url: str, job: str) -> None:
+def _check_ended(url: str, job: str, root: str) -> None:
     """Check that no coordinator of the job answers at a url.
 
     Raises:
         UsageError: one does; the message says which ranks live.
     """
+    copied = f"or, if {root} is a copy of the store that it serves, give --coordinator {ASK_NOBODY}"
     try:
         view = status.fetch([url], job="", token="")
     except (UsageError, StandsByError) as error:  # one that wants a token is one
-        raise UsageError(f"job {job}: a coordinator answers at {url}; end it first ({error})") from error
+        raise UsageError(f"job {job}: a coordinator answers at {url} ({error}); end it first; {copied}") from error
     except NobodyThereError:
         return
     except UnavailableError as error:  # it may be one that is reading the log, or that is frozen
-        raise UsageError(f"job {job}: {error}; end it first") from error
+        raise UsageError(f"job {job}: {error}; end it first; {copied}") from error
     found = msgspec.json.decode(view, type=Overview)
     if found.job == job:
         living = [f"rank {rank.rank} on node {rank.node}" for rank in found.ranks if rank.lock_held]
         who = f"{', '.join(living[:5])} live; end them" if living else "no rank of it is known to live; end it"
-        raise UsageError(f"job {job}: its coordinator answers at {url}, and {who} first. Nothing was deleted")
+        raise UsageError(f"job {job}: its coordinator answers at {url}, and {who} first; {copied}. Nothing was deleted")
 
 
 @job_app.command("accept-spec")
