@@ -12,6 +12,7 @@ import msgspec
 from toprope.coordinator.leader import NobodyThereError, ask_leader
 from toprope.store.errors import UnavailableError, UsageError
 from toprope.store.keep.changes import (
+    NO_CHANGE,
     Change,
     ChangeAnswer,
     ChangeRequest,
@@ -21,11 +22,14 @@ from toprope.store.keep.changes import (
 )
 from toprope.store.log.chain import read_on
 from toprope.store.log.fold import JobState
+from toprope.store.names import PROBES
 from toprope.store.objects.probing import forget_probe, leave_probe
 from toprope.store.objects.protocol import ObjectStore
 
 ASK_NOBODY = "none"
 """In place of a url: no coordinator is asked."""
+
+_OTHER_VERSION = "; the coordinator is of another version: restart it with this one"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,8 +82,8 @@ class Changer:
             probe = leave_probe(self.store)
         except UnavailableError as error:
             raise UnavailableError(
-                f"{self.root} can't be written, so the coordinator at {url} can't see that it serves this store: "
-                f"nothing was asked of it ({error})"
+                f"a probe could not be written to {self.root}, so the coordinator at {url} can't see that it serves "
+                f"this store, and nothing was asked of it. Let this user write {PROBES} there ({error})"
             ) from error
         try:
             ask(url, ChangeRequest(job_uid=state.job_uid, probe=probe, change=change), token=self.token)
@@ -118,7 +122,7 @@ def ask(url: str, request: ChangeRequest, *, token: str) -> ChangeAnswer:
         case HTTPStatus.MISDIRECTED_REQUEST:
             raise OtherStoreError(f"the coordinator at {answer.url} serves {answer.text}")
         case HTTPStatus.CONFLICT:
-            raise UsageError(answer.text)
+            raise UsageError(f"{answer.text}{_OTHER_VERSION if answer.text.startswith(NO_CHANGE) else ''}")
         case HTTPStatus.NOT_FOUND | HTTPStatus.METHOD_NOT_ALLOWED:
             raise NobodyThereError(f"what answers at {answer.url} is no coordinator of this version")
         case _:

@@ -33,6 +33,7 @@ from toprope.store.log.fold import JobState
 from toprope.store.log.records import Metric, Pin, Retire, Unpin
 from toprope.store.look.show import read_state
 from toprope.store.names import Key
+from toprope.store.objects.directory import NO_ROOM
 from toprope.store.objects.opening import open_store, sweep_uploads
 from toprope.store.objects.protocol import ObjectStore
 from toprope.store.places import parse_place, parse_range
@@ -271,7 +272,7 @@ def _retired(store: ObjectStore, changer: Changer, state: JobState, plan: Retent
         condemned = survey(store, state)
         if not condemned.condemned:
             raise
-        say(f"{error}; deleting what is condemned already, then trying again")
+        say(f"{str(error).replace(NO_ROOM, '')}; deleting what is condemned already, then trying again")
         execute(store, condemned)
     return changer.append(state, retire, purpose="gc")
 

@@ -27,6 +27,9 @@ from toprope.store.objects.protocol import ObjectStore
 
 Change: TypeAlias = Job | Pin | Unpin | Taint | Metric | Retire | Attempt
 MAX_CHANGE_BYTES = 32 * 1024
+NO_CHANGE = "not a change of a job"
+"""How a coordinator begins to refuse what it does not know as one."""
+
 _REASON_CHARS_MAX = 1000
 _TRIES = 5
 
@@ -224,7 +227,7 @@ def decode(body: bytes) -> ChangeRequest:
     try:
         return msgspec.json.decode(body, type=ChangeRequest)
     except msgspec.DecodeError as error:
-        raise UsageError(f"not a change of a job: {error}") from error
+        raise UsageError(f"{NO_CHANGE}: {error}") from error
 
 
 def append_in_passing(

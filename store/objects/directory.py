@@ -26,7 +26,7 @@ from toprope.store.errors import (
     UnseenDirectoryError,
     UsageError,
 )
-from toprope.store.names import Key, key_parts
+from toprope.store.names import PROBES, Key, key_parts
 from toprope.store.objects.pieces import pieces_of
 from toprope.store.objects.protocol import check_whole
 
@@ -40,12 +40,12 @@ _MAX_SYNCED = 1024
 """Of so many directories is known that their entries were synced; then all are synced once more."""
 
 _RIGHTS = "; let this user read and write there, or be the user that made it"
-_ROOM = "; make room: `ckpt gc` deletes what is condemned, and needs none; `ckpt du` says what is large"
+NO_ROOM = "; make room: `ckpt gc` deletes what is condemned, and needs none; `ckpt du` says what is large"
 _ADVICE = {
     errno.EACCES: _RIGHTS,
     errno.EPERM: _RIGHTS,
-    errno.ENOSPC: _ROOM,
-    errno.EDQUOT: _ROOM,
+    errno.ENOSPC: NO_ROOM,
+    errno.EDQUOT: NO_ROOM,
     errno.EROFS: "; mount it so that it can be written",
 }
 
@@ -177,7 +177,9 @@ class DirectoryStore:
                         yield Key("/".join((*parts, name)))
 
     def probe(self) -> None:
-        """Check that objects can be written once and only once here. Leaves nothing behind.
+        """Check that objects can be written once and only once here. Leaves nothing but the place for probes.
+
+        Who serves here owns that: else it would be whoever first asks for a change, and nobody else might ask then.
 
         Raises:
             UsageError: the directory can't be written, or its file system lacks ``link``.
@@ -185,6 +187,7 @@ class DirectoryStore:
         try:
             with self._directory(()) as root:
                 _probe_link(root)
+                self._make(root, (PROBES.rstrip("/"),))
         except OSError as error:
             raise UsageError(
                 f"store {self.root} can't be used: {os.strerror(error.errno or 0)}. "

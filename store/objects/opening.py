@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import unquote
 
 from toprope.store.errors import AlreadyExistsError, NoStoreError, UnavailableError, UsageError
-from toprope.store.names import Key, checked_id, shards_prefix
+from toprope.store.names import PROBES, Key, checked_id, probe_key, shards_prefix
 from toprope.store.objects.directory import DirectoryStore, advice
 from toprope.store.objects.patient import PatientStore, is_networked
 from toprope.store.objects.protocol import ObjectStore
@@ -152,7 +152,7 @@ def _telling_of_silence(root: str) -> Iterator[None]:
 
 def _look_at(store: ObjectStore) -> None:
     """Look whether a store answers, so that it is said before anything else if not."""
-    nothing = "probe/none/"
+    nothing = f"{PROBES}none/"
     try:
         next(store.list(nothing), None)
     except NoStoreError as error:
@@ -165,7 +165,7 @@ def _look_at(store: ObjectStore) -> None:
 def _try_out(bucket: S3Store) -> None:
     from toprope.store.objects.s3_errors import FailingError, NoBucketError  # noqa: PLC0415 - as in _s3
 
-    key = Key(f"probe/{secrets.token_hex(16)}")
+    key = probe_key(secrets.token_hex(16))
     try:
         _probe(RetryStore(bucket), key)
     except FailingError:  # as some servers answer a write into a bucket that there is not
@@ -177,7 +177,7 @@ def _try_out(bucket: S3Store) -> None:
             pass
         raise
     finally:
-        bucket.forget_probe(key)
+        bucket.forget(key)
 
 
 def _probe(store: ObjectStore, key: Key) -> None:

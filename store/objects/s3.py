@@ -25,7 +25,7 @@ from toprope.store.errors import (
     UnavailableError,
     UsageError,
 )
-from toprope.store.names import Key, key_parts
+from toprope.store.names import PROBES, Key, key_parts
 from toprope.store.objects.parts import Limits, Part, plan_parts
 from toprope.store.objects.pieces import pieces_of
 from toprope.store.objects.protocol import check_whole
@@ -185,9 +185,9 @@ class S3Store:
         stale = [(key, upload_id) for key, upload_id, age in self._uploads(prefix) if age >= grace]
         return tuple(key for key, upload_id in stale if self._abort(key, upload_id))
 
-    def forget_probe(self, key: Key) -> None:
+    def forget(self, key: Key) -> None:
         """Delete an object that a probe left behind, if that is allowed."""
-        assert key.startswith("probe/")
+        assert key.startswith(PROBES)
         with contextlib.suppress(UnavailableError):
             self._call(partial(self._delete_one, key=key), what=key)
 

@@ -96,7 +96,7 @@ async def test_of_a_store_that_can_not_be_written_nothing_is_asked(tmp_path: Pat
     async with reigning(tmp_path / "store") as live:
         changer = Changer(store=ReadOnlyStore(live.root), root="here", coordinator_url="", token="", say=print)
         state, before = await live.state(), contents(live.root)
-        with pytest.raises(UnavailableError, match=r"here can't be written.* nothing was asked .*Read-only") as refused:
+        with pytest.raises(UnavailableError, match=r"not be written to here.* nothing was asked .*Read-on") as refused:
             await asyncio.to_thread(changer.append, state, Pin(seq=4), purpose="pin")
         assert refused.value.exit_status == 4
         assert contents(live.root) == before

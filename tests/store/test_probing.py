@@ -30,6 +30,15 @@ def test_a_probe_is_seen_in_its_own_store_alone_and_until_it_is_forgotten(
     assert list(serves.list("")) == []
 
 
+def test_who_opens_a_store_to_serve_it_owns_the_directory_of_probes(tmp_path: Path) -> None:
+    store = open_store(f"{tmp_path}/store", write=True)
+    directory = tmp_path / "store" / "probe"
+    directory.chmod(0o700)  # as is the directory of whoever serves
+    made = directory.stat().st_ino
+    forget_probe(store, leave_probe(store))
+    assert (directory.stat().st_ino, list(directory.iterdir()), list(store.list(""))) == (made, [], [])
+
+
 def test_nothing_but_a_probe_can_be_asked_for(tmp_path: Path) -> None:
     for nonce in ("", "../job/log/0", "0A", "0a/0b"):
         with pytest.raises(UsageError, match="is not lower-case hexadecimal"):
