@@ -35,7 +35,9 @@ class Answer(NamedTuple):
         return self.body.decode(errors="replace").strip()[:2000]
 
 
-def ask_leader(urls: Sequence[str], path: str, *, method: str = "GET", body: bytes = b"", token: str) -> Answer:
+def ask_leader(
+    urls: Sequence[str], path: str, *, method: str = "GET", body: bytes = b"", token: str, timeout_s: float = _TIMEOUT_S
+) -> Answer:
     """Ask the first of these coordinators that leads, or that one of them says leads.
 
     What was sent by POST and not answered may have been done, so nobody else is asked then.
@@ -52,7 +54,7 @@ def ask_leader(urls: Sequence[str], path: str, *, method: str = "GET", body: byt
             continue
         asked.add(url)
         try:
-            answer, leader = _ask(url, path, method, body, token)
+            answer, leader = _ask(url, path, method, body, token, timeout_s)
         except UnavailableError as error:
             there = not isinstance(error, NobodyThereError)
             if there and method == "POST":
@@ -71,12 +73,12 @@ def ask_leader(urls: Sequence[str], path: str, *, method: str = "GET", body: byt
     raise kind("; ".join(failures))
 
 
-def _ask(url: str, path: str, method: str, body: bytes, token: str) -> tuple[Answer, str | None]:
+def _ask(url: str, path: str, method: str, body: bytes, token: str, timeout_s: float) -> tuple[Answer, str | None]:
     """Return the answer of one coordinator, and if it stands by the url of the one that leads, empty if unknown."""
     parts = urlsplit(url)
     if parts.scheme != "http" or not parts.hostname:
         raise UsageError(f"--coordinator {url!r} is not a url such as http://127.0.0.1:7070")
-    connection = http.client.HTTPConnection(parts.hostname, parts.port or 80, timeout=_TIMEOUT_S)
+    connection = http.client.HTTPConnection(parts.hostname, parts.port or 80, timeout=timeout_s)
     try:
         connection.connect()
     except OSError as error:

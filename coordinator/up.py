@@ -3,7 +3,7 @@
 It knows command lines only: it starts a broker, coordinators and a sidecar as a user would, on ports that stay the
 same, so that those who live find again the one who died. Of two coordinators one stands by. A child that ended because
 it was used wrongly is not started again: its last line says why, and everything stops. So it does if a child that has
-never served is refused by the store: one that is only away it waits for.
+never served is refused by the store: one that is only away it waits for, for a minute.
 """
 
 from __future__ import annotations
@@ -36,7 +36,11 @@ _STEADY_S = 10.0
 _POLL_S = 0.1
 _STOP_S = 8.0
 _READY_S = 60.0
+_LEADER_S = 1.0
 _GIVE_UP_STATUSES = frozenset({1, 2, 64})
+_REFUSED = ("there is no such bucket", "refuses access")
+"""What a ``NoStoreError`` says, which has the status of all that can't be reached."""
+
 _PR_SET_PDEATHSIG = 1
 _LOG_TAIL_BYTES = 4096
 
@@ -205,7 +209,8 @@ class Supervisor:
     def _bury(self, child: Child, status: int, now_s: float) -> None:
         last = child.last_line()
         child.process = None
-        for_good = status in _GIVE_UP_STATUSES or (status == NoStoreError.exit_status and not self.all_served)
+        refused = status == NoStoreError.exit_status and any(words in last for words in _REFUSED)
+        for_good = status in _GIVE_UP_STATUSES or (refused and not self.all_served)
         if for_good and last.startswith("ckpt: "):
             error = ChildError(f"the {child.name} stopped for good: {last.removeprefix('ckpt: ')}")
             error.exit_status = status  # type: ignore[misc] # the status of the child is the status of all
@@ -271,8 +276,15 @@ def _supervise(supervisor: Supervisor, where: Layout, *, ports: Mapping[str, int
             _announce(supervisor, where, ports=ports, announce=announce)
             supervisor.all_served = True
         if not supervisor.all_served and now_s - began_s > _READY_S:
-            raise ChildError(f"coordinators and sidecar do not serve after {_READY_S:.0f} s; see {where.logs}")
+            raise not_serving(supervisor.children, where.logs)
         time.sleep(_POLL_S)
+
+
+def not_serving(children: Sequence[Child], logs: Path) -> ChildError:
+    """Return the error that nobody serves yet, with what a coordinator said last: it may wait for the store."""
+    last = next((child.last_line() for child in children if child.name.startswith("coordinator")), "")
+    why = f" (the coordinator says: {last.removeprefix('ckpt: ')})" if last else ""
+    return ChildError(f"coordinators and sidecar do not serve after {_READY_S:.0f} s{why}; see {logs}")
 
 
 def _announce(supervisor: Supervisor, where: Layout, *, ports: Mapping[str, int], announce: Path | None) -> None:
@@ -297,9 +309,9 @@ def _announce(supervisor: Supervisor, where: Layout, *, ports: Mapping[str, int]
 
 
 def _leading(urls: Sequence[str]) -> str:
-    """Return which of these coordinators leads, as far as they say; any of them knows it later."""
+    """Return which of these coordinators leads, as far as they say at once; any of them knows it later."""
     try:
-        return ask_leader(urls, "/v1/status", token="").url
+        return ask_leader(urls, "/v1/status", token="", timeout_s=_LEADER_S).url
     except UnavailableError:
         return urls[0]
 
