@@ -18,6 +18,7 @@ from toprope.store.checkpoint.manifest import Index, Manifest
 from toprope.store.checkpoint.ready import read_index, read_manifest
 from toprope.store.cli.log import print_records
 from toprope.store.cli.shared import (
+    PASSED_OVER_SHOWN,
     AsJson,
     JobOption,
     Root,
@@ -30,6 +31,8 @@ from toprope.store.cli.shared import (
     print_json,
     print_table,
     say,
+    say_passed_over,
+    saying_why_none,
     table,
 )
 from toprope.store.errors import UnavailableError, UsageError
@@ -44,7 +47,7 @@ from toprope.store.look.show import (
     without_log_text,
     xxhsum_lines,
 )
-from toprope.store.look.unready import passed_over, unready
+from toprope.store.look.unready import unready
 from toprope.store.look.verify import plan
 from toprope.store.objects.opening import check_outside, empty_folders, open_store
 from toprope.store.objects.protocol import ObjectStore
@@ -53,8 +56,6 @@ from toprope.store.transfer.partial import PartlyRestored, restore_part
 from toprope.store.transfer.restore import Restored
 from toprope.store.transfer.restore import plan as plan_restore
 from toprope.store.transfer.restore import restore as restore_checkpoint
-
-_UNREADY_SHOWN = 20
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
@@ -153,13 +154,14 @@ def restore(  # noqa: PLR0913 - one for each option
     store = open_store(root)
     state = read_job(store, only_job(store, root, job)).state
     check_outside(to, root)
-    seq = plan_restore(state, step=step)[0]
-    with metered(store, "restoring", total_bytes=state.readies[seq].bytes) as watched:
-        done: Restored | PartlyRestored = (
-            restore_part(watched, state, to=to, only=only, step=step, force=force)
-            if only
-            else restore_checkpoint(watched, state, to=to, step=step, force=force)
-        )
+    with saying_why_none(state, step):
+        seq = plan_restore(state, step=step)[0]
+        with metered(store, "restoring", total_bytes=state.readies[seq].bytes) as watched:
+            done: Restored | PartlyRestored = (
+                restore_part(watched, state, to=to, only=only, step=step, force=force)
+                if only
+                else restore_checkpoint(watched, state, to=to, step=step, force=force)
+            )
     if isinstance(done, PartlyRestored):
         _print_part(done, as_json=as_json)
     else:
@@ -170,11 +172,10 @@ def restore(  # noqa: PLR0913 - one for each option
 
 def _say_unready(store: ObjectStore, root: str, state: JobState, *, past: int) -> None:
     """Say what else is there that is newer, or looks as if it were."""
-    for line in passed_over(state, past=past):
-        say(f"passed over {line}")
+    say_passed_over(state, past=past)
     try:
         folders = (f"{folder}: an empty folder" for folder in empty_folders(root, state.job))
-        for line in islice(chain(unready(store, state, past=past), folders), _UNREADY_SHOWN):
+        for line in islice(chain(unready(store, state, past=past), folders), PASSED_OVER_SHOWN):
             say(f"no checkpoint: {line}")
     except UnavailableError as error:
         say(f"what else is there is not known: {error}")

@@ -7,11 +7,22 @@ from typing import Annotated
 
 import typer
 
-from toprope.store.cli.shared import AsJson, JobOption, RootOrAt, chosen, metered, only_job, print_json, put, say
+from toprope.store.cli.shared import (
+    AsJson,
+    JobOption,
+    RootOrAt,
+    chosen,
+    metered,
+    only_job,
+    print_json,
+    put,
+    say,
+    say_passed_over,
+    saying_why_none,
+)
 from toprope.store.errors import UsageError
 from toprope.store.keep.holds import holding_choice
 from toprope.store.look.show import read_state
-from toprope.store.look.unready import passed_over
 from toprope.store.objects.opening import check_outside, open_store
 from toprope.store.sizes import parse_size, size_text
 from toprope.store.transfer.export import Format, Wanted
@@ -76,13 +87,12 @@ def export(  # noqa: PLR0913 - one for each option
     store = open_store(root)
     found = read_state(store, only_job(store, root, job))
     check_outside(directory, root)
-    with holding_choice(store, found, lambda log: plan(log, step=step)[0]) as state:
+    with saying_why_none(found, step), holding_choice(store, found, lambda log: plan(log, step=step)[0]) as state:
         seq = plan(state, step=step)[0]
         with metered(store, "exporting", total_bytes=state.readies[seq].bytes) as watched:
             done = export_checkpoint(watched, state, to=directory, wanted=wanted, step=step, force=force)
     if step is None:
-        for line in passed_over(state, past=done.step):
-            say(f"passed over {line}")
+        say_passed_over(state, past=done.step)
     if as_json:
         print_json(done)
         return

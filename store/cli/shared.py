@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Annotated
 
@@ -17,8 +18,10 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from toprope.store.errors import NothingToVerifyError, UsageError
+from toprope.store.errors import NothingToVerifyError, StoreError, UsageError
+from toprope.store.log.fold import JobState
 from toprope.store.look.show import JobNames, foreign_text, names_in, without_log_text
+from toprope.store.look.unready import passed_over
 from toprope.store.objects.metered import MeteredStore
 from toprope.store.objects.protocol import ObjectStore
 from toprope.store.places import parse_place, selected
@@ -41,6 +44,7 @@ JobOption = Annotated[str | None, typer.Option("--job", help="The job; not neede
 StepOption = Annotated[int | None, typer.Option("--step", min=1, help="Only this step.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
+PASSED_OVER_SHOWN = 20
 _WIDE = 10_000  # columns where the output is not a terminal, so that nothing is cut or folded
 
 
@@ -94,6 +98,23 @@ def chosen(root: str, job: str | None, step: int | None) -> tuple[str, str | Non
     except OSError:
         pass  # whoever opens it tells
     return selected(root, job, step)
+
+
+def say_passed_over(state: JobState, *, past: int) -> None:
+    """Say which READY steps past ``past`` no restore begins from, and why."""
+    for line in islice(passed_over(state, past=past), PASSED_OVER_SHOWN):
+        say(f"passed over {line}")
+
+
+@contextlib.contextmanager
+def saying_why_none(state: JobState, step: int | None) -> Iterator[None]:
+    """Say what was passed over if no checkpoint can be had, unless a step was asked for."""
+    try:
+        yield
+    except (NothingToVerifyError, StoreError):
+        if step is None:
+            say_passed_over(state, past=0)
+        raise
 
 
 def table(*columns: str) -> Table:

@@ -79,6 +79,8 @@ def verify(  # noqa: PLR0913 - one for each option
     A sample reads every manifest and index, looks at the length of every file, and reads some tensors; it says what it
     did not read. --deep also checks that the pieces of all ranks make up whole tensors.
 
+    What is `ok` and tainted has good bytes, but no restore begins from it; `ckpt log` has the reason.
+
     Exit status: 0 all is as it was written; 2 something is damaged; 3 there is nothing to verify, or a job has objects
     and no log to verify them by; 4 the store can't be reached, or nothing is wrong but that a file system of the
     network does not show all of it: not yet, or it was removed.

@@ -112,7 +112,7 @@ def foreign_text(names: Sequence[str]) -> str:
     """Return what to tell of what lies in a store and has a name that no job can have."""
     return (
         f"passed over {', '.join(map(repr, names))}: a job's name is 1 to 64 of a-z 0-9 . _ - that begin with a letter "
-        "or digit, so what lies there is none; move it out of the store"
+        "or digit, without '..', so what lies there is none; move it out of the store"
     )
 
 

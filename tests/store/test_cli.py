@@ -138,6 +138,10 @@ def test_verify_names_what_is_damaged_and_restore_uses_the_next_older(
     assert out.startswith("restored step 20 of job gpt")
     assert "passed over step 30 (READY 6):" in err
     assert "rank 1, tensor __document__: digest" in err
+    assert ckpt("taint", root, "gpt@10..20", "--reason", "it diverged") == 0
+    capsys.readouterr()
+    assert ckpt("restore", root, "--job", "gpt", "--to", tmp_path / "none") == 2
+    assert capsys.readouterr().err.count("tainted: it diverged\n") == 2
 
 
 def test_what_is_tainted_is_said_by_verify_and_by_a_restore_that_passes_it_over(
@@ -157,6 +161,12 @@ def test_what_is_tainted_is_said_by_verify_and_by_a_restore_that_passes_it_over(
         assert why in capsys.readouterr().err
         assert ckpt(words[0], root, "--job", "gpt", *words[1:], to, "--force", "--step", 10) == 0
         assert "passed over" not in capsys.readouterr().err
+    assert ckpt("taint", root, "gpt@10..20", "--reason", "so it had before") == 0
+    capsys.readouterr()
+    for word, *more in (("restore", "--to"), ("restore", "--only", "*", "--to"), ("export", "--per-rank")):
+        assert ckpt(word, root, "--job", "gpt", *more, tmp_path / "none") == 3
+        err = capsys.readouterr().err
+        assert (why in err, err.count("tainted: so it had before\n")) == (True, 2)
 
 
 @pytest.mark.parametrize("pattern", ["shards/a1/s000000020/*.index.json", "manifests/a1-s000000020-*", "facts/*"])
