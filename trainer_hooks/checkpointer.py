@@ -248,7 +248,7 @@ class Checkpointer:
             )
             assert self._settings.socket is not None
             self._session = Session(self._settings.socket, hello)
-            atexit.register(_end_threads, weakref.ref(self), hello.pid)
+            atexit.register(_at_exit, weakref.ref(self), hello.pid)
             self._session.start()
         return self._session
 
@@ -372,7 +372,7 @@ class Checkpointer:
         return level_of(self._session.desired, step, is_hashed=self._saver.last_is_hashed)
 
 
-def _end_threads(checkpointer: weakref.ref[Checkpointer], pid: int) -> None:
+def _at_exit(checkpointer: weakref.ref[Checkpointer], pid: int) -> None:
     there = checkpointer()
     if there is not None and os.getpid() == pid:  # a forked child has none of these threads
         there._end_threads()  # noqa: SLF001 - ours, without which it would never be collected

@@ -104,10 +104,10 @@ def main(arguments: Sequence[str] | None = None, *, passed: object = None) -> in
     A service takes what is ``passed`` to it as the ``wrap`` of its ports: a door for those who break things.
     """
     word, *rest = [*(sys.argv[1:] if arguments is None else arguments)] or ["--help"]
-    return _to_its_end(lambda: _done(word, rest, passed=passed))
+    return _to_its_end(lambda: _answered(word, rest, passed=passed))
 
 
-def _done(word: str, rest: list[str], *, passed: object) -> int:
+def _answered(word: str, rest: list[str], *, passed: object) -> int:
     if word in {"--help", "-h", "help"}:
         return _answer(help_text())
     if word == "--version":

@@ -92,8 +92,9 @@ def test_that_ranks_have_failed_is_one_line_with_the_first_of_them(
     assert main(["launch", "--", "torchrun", "train.py"]) == 1
     said = f"ckpt launch: train.py has failed: rank 1 was the first to end, {how}; see above\n"
     assert capsys.readouterr().err == said
-    with pytest.raises(ChildFailedError, match="Root Cause"):  # where else should it be said?
-        main(["launch", "--", "torchrun", "--redirects", "3", "train.py"])
+    for option, value in (("--redirects", "3"), ("--local-ranks-filter", "0")):
+        with pytest.raises(ChildFailedError, match="Root Cause"):  # where else should it be said?
+            main(["launch", "--", "torchrun", option, value, "train.py"])
 
 
 def test_a_place_where_nobody_listens_is_said_with_what_to_start(

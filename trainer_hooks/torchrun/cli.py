@@ -126,14 +126,18 @@ def launch(words: Sequence[str]) -> int:
         sys.stderr.write(f"ckpt launch: {error}\n")
         return EXIT_FAILED
     except failures.ChildFailedError as error:
-        if given.redirects != _NOT_REDIRECTED:
-            raise  # what the ranks said went into files, and the end of it is in the error
-        rank, failure = error.get_first_failure()
-        how = f"with status {failure.exitcode}" if failure.exitcode >= 0 else f"by {failure.signal_name()}"
-        script = given.training_script
-        sys.stderr.write(f"ckpt launch: {script} has failed: rank {rank} was the first to end, {how}; see above\n")
-        return EXIT_FAILED
+        if given.redirects != _NOT_REDIRECTED or given.local_ranks_filter:
+            raise  # what the ranks said went into files, or nowhere, and the end of it is in the error
+        return _told(error, given.training_script)
     return 0
+
+
+def _told(error: Any, script: str) -> int:  # noqa: ANN401 - of torch, which is loaded late
+    """Say which rank ended first, and how; return the status to end with."""
+    rank, failure = error.get_first_failure()
+    how = f"with status {failure.exitcode}" if failure.exitcode >= 0 else f"by {failure.signal_name()}"
+    sys.stderr.write(f"ckpt launch: {script} has failed: rank {rank} was the first to end, {how}; see above\n")
+    return EXIT_FAILED
 
 
 def _program(args: argparse.Namespace, given: argparse.Namespace, pipe: str) -> list[str]:
