@@ -15,8 +15,6 @@ COLLECTIVES_THAT_UNPICKLE = re.compile(r"(^|\.)((all_)?gather_object|(broadcast|
 
 PROCESS_EDGES: dict[str, str] = {
     "chaos/live/forkserver.py::_become": "a forked rank: prints the traceback and ends with status 1",
-    "chaos/sim/loop.py::call": "stands for a thread of a pool: gives the error to whoever awaits it",
-    "chaos/sim/loop.py::run_in_executor": "the same place: the function around it",
     "chaos/sim/threads.py::_run": "a simulated thread: ends, and its error is left to who resumes it",
 }
 """``file::function`` -> why it may catch every exception: the edge of a process or thread, which logs and ends it."""
