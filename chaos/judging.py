@@ -238,10 +238,10 @@ def _short_stall(evidence: Evidence) -> Finding:
         for event in steps
         if _held_up_s(event, bound) > bound
     ]
-    longest = max(steps, key=lambda event: _held_up_s(event, bound))
-    took_ms, queued_ms = longest.took_s * 1000, longest.queued_s * 1000
-    held = f"the longest end_step took {took_ms:.0f} ms, {queued_ms:.0f} ms of it in the queue for a processor"
-    return _finding(slow, f"{held} (bound: {bound * 1000:.0f} ms)")
+    worst = max(steps, key=lambda event: _held_up_s(event, bound))
+    held_ms, took_ms, queued_ms = (1000 * s for s in (_held_up_s(worst, bound), worst.took_s, worst.queued_s))
+    held = f"saving held up no step for longer than {held_ms:.0f} ms (bound: {bound * 1000:.0f} ms)"
+    return _finding(slow, f"{held}: its end_step took {took_ms:.0f} ms, {queued_ms:.0f} ms of it in a queue")
 
 
 def _held_up_s(event: Event, bound_s: float) -> float:
