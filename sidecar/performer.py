@@ -75,6 +75,7 @@ class Sidecar:
         self._followers: dict[str, tuple[str, asyncio.Task[None]]] = {}
         self._scan: asyncio.Task[None] | None = None
         self._page_turns: defaultdict[tuple[int, int], asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._freeing = asyncio.Lock()
         self._ending = False
         self._drain_until_s: float | None = None
         ports = parts.ports
@@ -120,11 +121,15 @@ class Sidecar:
         memory = self._parts.memory
         match effect:
             case do.MakeSlots():
+                async with self._freeing:
+                    pass  # what is given up makes room for these: all of it that was wanted before is gone now
                 await self._make_slots(effect)
             case do.RemoveSlots():
-                await self._threads.run("slots", memory.remove_slots, effect.rank, effect.slots)
+                async with self._freeing:
+                    await self._threads.run("slots", memory.remove_slots, effect.rank, effect.slots)
             case do.RemoveSpares():
-                await self._threads.run("slots", memory.remove_spares, effect.rank, effect.spares)
+                async with self._freeing:
+                    await self._threads.run("slots", memory.remove_spares, effect.rank, effect.spares)
             case do.LookAtSlots():
                 await self._look(effect.rank, known=effect.known)
             case do.GrantSlot():
@@ -136,7 +141,8 @@ class Sidecar:
             case do.HashSlot():
                 await self._hash(effect)
             case do.DropStage():
-                await self._threads.run("slots", memory.drop_staged, keep=effect.keep)
+                async with self._freeing:
+                    await self._threads.run("slots", memory.drop_staged, keep=effect.keep)
             case _:
                 await self._perform_far(effect)
 

@@ -67,3 +67,63 @@ def test_a_slot_is_lent_after_its_page_was_emptied_and_not_before() -> None:
 
     asyncio.run(serve())
     assert memory.done == ["emptied 4 at 1", "lent 4 at 2"], "else EMPTY is written over what the trainer writes"
+
+
+class FullMemory:
+    """A memory in which what is given up goes slowly, unless slots are made meanwhile."""
+
+    def __init__(self) -> None:
+        self.done: list[str] = []
+        self._made = threading.Event()
+
+    def _free(self, what: str) -> None:
+        self._made.wait(0.1)
+        self.done.append(what)
+
+    def drop_staged(self, *, keep: str) -> None:
+        """Delete staged files."""
+        self._free(f"staged but for {keep!r}")
+
+    def remove_slots(self, rank: int, _numbers: tuple[int, ...]) -> None:
+        """Delete slots."""
+        self._free(f"slots of {rank}")
+
+    def remove_spares(self, rank: int, _numbers: tuple[int, ...]) -> None:
+        """Delete spares."""
+        self._free(f"spares of {rank}")
+
+    def make_slots(self, rank: int, _numbers: tuple[int, ...], _size: int) -> None:
+        """Make slots."""
+        self.done.append(f"made for {rank}")
+        self._made.set()
+
+    def look(self, _rank: int, *, known: tuple[int, ...]) -> tuple[()]:
+        """Look at slots."""
+        assert not known
+        return ()
+
+
+class GivingUpCore:
+    """Wants all that can be given up, and slots in its room."""
+
+    def handle(self, event: object) -> tuple[do.Effect, ...]:
+        """Want it at the first tick."""
+        if not isinstance(event, on.Tick):
+            return ()
+        return (
+            do.DropStage(keep=""),
+            do.RemoveSpares(rank=1, spares=(0,)),
+            do.RemoveSlots(rank=0, slots=(0, 1, 2)),
+            do.MakeSlots(rank=0, slots=(3, 4, 5), bytes=100),
+        )
+
+
+def test_slots_are_made_once_all_that_is_given_up_for_them_is_gone() -> None:
+    memory = FullMemory()
+
+    async def serve() -> None:
+        async with asyncio.timeout(5.0), asyncio.TaskGroup() as tasks:
+            Sidecar(config(), parts_of(GivingUpCore(), memory), tasks).post(on.Tick(now_s=0.0))
+
+    asyncio.run(serve())
+    assert memory.done == ["staged but for ''", "spares of 1", "slots of 0", "made for 0"], "else there is no room yet"

@@ -317,6 +317,35 @@ def test_a_restored_trainer_has_said_how_large_its_snapshots_are_when_it_begins_
     assert sizes == [sidecar.slot(0, 0).data.stat().st_size], "said once: it held after the first update, too"
 
 
+class LookingSidecar(FakeSidecar):
+    """Looks at each verdict how much this process has mapped of what was staged."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory)
+        self.mapped: list[tuple[str, int]] = []
+
+    def _verdict(self, rank: int, frame: wire.Verdict) -> None:
+        mapped = Path("/proc/self/maps").read_text().count(f"/staged-{frame.attempt_uid}-")
+        self.mapped.append((frame.phase, mapped))
+        super()._verdict(rank, frame)
+
+
+def test_what_was_staged_is_mapped_no_more_when_a_rank_has_applied_it_since_slots_are_made_in_its_room(
+    memory_dir: Path, made: list[Checkpointer]
+) -> None:
+    with LookingSidecar(memory_dir / "s") as sidecar:
+        trainer = tiny()
+        checkpointer = _hook(sidecar, made, trainer)
+        _begin(sidecar, checkpointer, trainer)
+        _train(trainer, checkpointer, 2, 2)
+        checkpointer.close()
+        sidecar.mapped.clear()
+        again = _hook(sidecar, made, tiny(seed=7))
+        assert again.restore() == 2
+        again.close("nothing")
+    assert sidecar.mapped == [("staged", 1), ("applied", 0)]
+
+
 def test_a_grown_state_is_skipped_and_told_and_then_saved(sidecar: FakeSidecar, made: list[Checkpointer]) -> None:
     trainer, extra = tiny(), {"log": b""}
     checkpointer = _hook(sidecar, made, trainer, extra=extra)

@@ -54,6 +54,7 @@ class Restorer:
         try:
             if found is not None:
                 self._apply(attempt, found)
+            del found, source  # and with them what is mapped of the source: the sidecar makes slots in its room
             self.applied(attempt, self.report)
         except Exception as error:
             self.entry.say(attempt, "applied", ok=False, reason=repr(error), misfit=True)
