@@ -11,17 +11,19 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, cast
 
 import aiohttp
 import msgspec
 import pytest
+from tests.support.logs import LogWriter
 from tests.support.reigns import FakeNode
 from tests.support.stores import JobBuilder, small_store
 
 from toprope.__main__ import main
 from toprope.coordinator.adapters.http import application, served
 from toprope.coordinator.adapters.objects import ThreadedStore
+from toprope.coordinator.changing import ask
 from toprope.coordinator.config import Config
 from toprope.coordinator.core import Core
 from toprope.coordinator.log import Log
@@ -29,13 +31,13 @@ from toprope.coordinator.ports import Ports
 from toprope.coordinator.settings import Address
 from toprope.coordinator.terms import Terms
 from toprope.coordinator.wire import Adopted, Cadence, Inventory, Member, OpenRequest
-from toprope.store.errors import FencedError, UnavailableError
+from toprope.store.errors import FencedError, UnavailableError, UsageError
 from toprope.store.keep.changes import Change, ChangeRequest, append_in_passing
 from toprope.store.log.chain import read_entries, read_log
 from toprope.store.log.fold import JobState
 from toprope.store.log.records import Elected, Job, Pin, Retire
 from toprope.store.look.verify import CheckpointReport, verify_checkpoint
-from toprope.store.objects.directory import DirectoryStore
+from toprope.store.objects.directory import NO_ROOM, DirectoryStore
 from toprope.store.objects.probing import leave_probe
 from toprope.store.objects.protocol import ObjectStore
 
@@ -351,6 +353,25 @@ def test_on_a_full_store_what_is_condemned_makes_room_for_the_record_that_retire
     assert verified(small_disk) == [20, 30]
 
 
+def test_gc_that_makes_room_does_not_advise_to_call_gc(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = DirectoryStore(tmp_path)
+    small_store(store, steps=(10, 20, 30)).put_shard(step=25, rank=0)
+    LogWriter(store, "job").add(Elected(url="http://127.0.0.1:9"))
+    full = [UnavailableError(f"probe/0a: No space left on device in store here{NO_ROOM}")]
+
+    def leave(where: ObjectStore) -> str:
+        if full:
+            raise full.pop()
+        return leave_probe(where)
+
+    monkeypatch.setattr("toprope.coordinator.changing.leave_probe", leave)
+    assert ckpt("gc", tmp_path, "--retain", "last=1") == 0
+    assert "device in store here); deleting what is condemned already, then trying again" in capsys.readouterr().err
+    assert verified(tmp_path) == [20, 30]
+
+
 # --- with a coordinator
 
 
@@ -492,4 +513,9 @@ async def test_a_request_of_another_job_or_of_no_form_changes_nothing(job: JobBu
             async with client.post(f"{live.url}/v1/changes", data=body) as answer:
                 assert answer.status == 409
                 assert what in await answer.text()
+        of_another_version = await live.request(uid, cast("Change", Elected()))
+        with pytest.raises(
+            UsageError, match="not a change of a job: .*; the coordinator is of another version: restart"
+        ):
+            await asyncio.to_thread(ask, live.url, of_another_version, token="")
         assert (await live.state()).n == n
