@@ -68,16 +68,14 @@ def _gone_back(changer: Changer, state: JobState, plan: Rollback, *, reason: str
     Raises:
         CkptError: it could not be done; the message says if it is half done.
     """
-    _facts(changer.store, state)  # what is not to be had fails before the taint, which can't be taken back
+    _put_facts(changer.store, state)  # what can't be had, or written, fails before the taint, which can't be taken back
     after = state
     try:
         for taint in plan.taints:
             after = changer.append(after, taint, purpose="rollback")
-        body = _facts(changer.store, after)
-        with contextlib.suppress(AlreadyExistsError):
-            changer.store.create(facts_key(state.job, sha256(body)), body)
+        facts = _put_facts(changer.store, after)  # of another attempt, if one was opened meanwhile
         uid = secrets.token_hex(16)
-        opened = opened_for_nobody(after, plan, uid=uid, facts_sha256=sha256(body), reason=reason)
+        opened = opened_for_nobody(after, plan, uid=uid, facts_sha256=facts, reason=reason)
         return changer.append(after, opened, purpose="rollback")
     except CkptError as error:
         if after.n == state.n:
@@ -95,12 +93,21 @@ def _told(state: JobState, plan: Rollback, *, done: bool = False) -> str:
     return f"{what} and {gives} up all later ones{lost}"
 
 
-def _facts(store: ObjectStore, state: JobState) -> bytes:
-    """Return what the new attempt's record is to name: the world of the one before it.
+def _put_facts(store: ObjectStore, state: JobState) -> str:
+    """Put what the new attempt's record is to name into the store, the world of the one before it; return its SHA-256.
 
     Raises:
         MissingObjectError, CorruptObjectError: what the attempt before it names is gone, or not what it was.
+        UnavailableError: it can't be written.
     """
+    body = _facts(store, state)
+    named = sha256(body)
+    with contextlib.suppress(AlreadyExistsError):
+        store.create(facts_key(state.job, named), body)
+    return named
+
+
+def _facts(store: ObjectStore, state: JobState) -> bytes:
     attempt = state.attempt
     assert attempt is not None
     key = facts_key(state.job, attempt.facts_sha256)

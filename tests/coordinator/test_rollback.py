@@ -17,7 +17,7 @@ from toprope.store.keep.rollback import opened_for_nobody, plan_rollback
 from toprope.store.log.chain import read_entries, read_log
 from toprope.store.log.fold import JobState
 from toprope.store.log.records import NOBODY, Attempt, Record
-from toprope.store.names import Key, facts_key
+from toprope.store.names import Key, facts_key, log_key
 from toprope.store.objects.directory import DirectoryStore
 
 WHY = "the loss went up"
@@ -152,23 +152,40 @@ def test_nothing_is_tainted_where_no_attempt_could_be_opened(
     assert contents(tmp_path) == before
 
 
-class WithoutFacts(DirectoryStore):
-    """A store that takes no new facts."""
+class Failing(DirectoryStore):
+    """A store that takes no new objects with ``without`` in their key."""
+
+    without = "/facts/"
 
     def create(self, key: Key, body: bytes | memoryview) -> None:
-        if "/facts/" in key:
+        if self.without in key:
             raise UnavailableError(f"{key}: No space left on device")
         super().create(key, body)
+
+
+def test_where_facts_can_not_be_written_nothing_is_tainted(
+    job: JobBuilder, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = contents(tmp_path)
+    with monkeypatch.context() as broken:
+        broken.setattr("toprope.coordinator.cli_rollback.open_store", lambda _: Failing(tmp_path))
+        assert ckpt("rollback", tmp_path, "job", "--to", 20, "--confirm", "job") == 4
+    assert "No space left on device" in (err := capsys.readouterr().err)
+    assert "Half is done" not in err
+    assert contents(tmp_path) == before
+    assert ckpt("rollback", tmp_path, "job", "--to", 20, "--confirm", "job") == 0
 
 
 def test_one_that_is_half_done_says_so_and_what_to_run(
     job: JobBuilder, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    store = Failing(tmp_path)
+    store.without = log_key("job", job.log.state.n + 2)
     with monkeypatch.context() as broken:
-        broken.setattr("toprope.coordinator.cli_rollback.open_store", lambda _: WithoutFacts(tmp_path))
+        broken.setattr("toprope.coordinator.cli_rollback.open_store", lambda _: store)
         assert ckpt("rollback", tmp_path, "job", "--to", 20, "--confirm", "job") == 4
     err = capsys.readouterr().err
-    assert "No space left on device. Half is done: the log of job job has the taint of all after step 20" in err
+    assert "; append again later. Half is done: the log of job job has the taint of all after step 20" in err
     assert err.endswith("give the same command again\n")
     assert kinds(job)[-2:] == ["Elected", "Taint"]
     assert ckpt("rollback", tmp_path, "job", "--to", 20, "--confirm", "job") == 0
