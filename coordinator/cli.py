@@ -160,6 +160,7 @@ def up(  # noqa: PLR0913 - the options of a service
     ] = "auto",
     base: BaseAt = "",
     base_take: BaseTake = "all",
+    on_log_outage: OnLogOutage = "proceed",
     ready_file: Annotated[
         Path | None, typer.Option("--ready-file", help="Write {url, socket, broker, pids} here once all serve.")
     ] = None,
@@ -172,10 +173,11 @@ def up(  # noqa: PLR0913 - the options of a service
     check_ready_file(ready_file)
     name = node or socket.gethostname().lower()
     where = up_supervisor.layout(job=job, node=name, store=store, directory=directory, memory_dir=memory_dir)
-    based = ["--base", base, "--base-take", base_take] if base else []
+    told = ["--on-log-outage", on_log_outage]
     if base:
+        told += ["--base", base, "--base-take", base_take]
         bring_base(open_store(store, write=True, patient=False), job, base, say=up_supervisor.tell)
-    up_supervisor.up(where, cadence, announce=ready_file, coordinators=coordinators, codec=codec, based=based)
+    up_supervisor.up(where, cadence, announce=ready_file, coordinators=coordinators, codec=codec, told=told)
 
 
 @app.command()

@@ -94,11 +94,11 @@ def layout(*, job: str, node: str, store: str, directory: Path, memory_dir: Path
 
 
 def commands(
-    where: Layout, cadence: Cadence, *, ports: Mapping[str, int], codec: str = "auto", based: Sequence[str] = ()
+    where: Layout, cadence: Cadence, *, ports: Mapping[str, int], codec: str = "auto", told: Sequence[str] = ()
 ) -> dict[str, list[str]]:
     """Return the command line of each child, in the order in which they are started.
 
-    ``codec``: what the sidecar packs uploads with. ``based``: what the coordinator is told of a base.
+    ``codec``: what the sidecar packs uploads with. ``told``: what the coordinators are told besides.
     """
     ckpt = [sys.executable, "-m", "toprope"]
     names = _coordinators(ports)
@@ -115,7 +115,7 @@ def commands(
     }
     return {
         "broker": [sys.executable, "-m", "toprope.coordinator.adapters.broker", broker],
-        **{name: [*ckpt, "coordinator", *common, *based, *map(str, (*every, *ready[name]))] for name in names},
+        **{name: [*ckpt, "coordinator", *common, *told, *map(str, (*every, *ready[name]))] for name in names},
         "sidecar": [*ckpt, "sidecar", *common, *how, *map(str, (*node, *directories, *ready["sidecar"]))],
     }
 
@@ -235,7 +235,7 @@ def up(
     announce: Path | None,
     coordinators: int = 2,
     codec: str = "auto",
-    based: Sequence[str] = (),
+    told: Sequence[str] = (),
 ) -> None:
     """Run everything until SIGTERM or SIGINT; of several coordinators all but one stand by.
 
@@ -250,7 +250,7 @@ def up(
         ports = {name: free_port("127.0.0.1") for name in ("broker", "coordinator", *more, "sidecar")}
         for name in ports:
             ready_file(where, name).unlink(missing_ok=True)
-        lines = commands(where, cadence, ports=ports, codec=codec, based=based)
+        lines = commands(where, cadence, ports=ports, codec=codec, told=told)
         children = [Child(name=name, command=line, log=where.logs / f"{name}.log") for name, line in lines.items()]
         supervisor = Supervisor(children=children)
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from botocore.exceptions import ClientError
 
-from toprope.coordinator.up import Child, ChildError, Supervisor, commands, layout, not_serving
+from toprope.__main__ import main
+from toprope.coordinator.up import Child, ChildError, Layout, Supervisor, commands, layout, not_serving
 from toprope.coordinator.wire import Cadence
 from toprope.store.errors import NoStoreError
 from toprope.store.objects.s3_errors import translated
@@ -25,6 +27,24 @@ def test_the_codec_goes_to_the_sidecar_and_to_nobody_else(codec: str, tmp_path: 
     at = lines["sidecar"].index("--codec")
     assert lines["sidecar"][at + 1] == codec
     assert not any("--codec" in line for name, line in lines.items() if name != "sidecar")
+
+
+@pytest.mark.parametrize("given", ["wait", "proceed", None])
+def test_what_to_do_while_the_log_is_away_goes_to_the_coordinators_and_to_nobody_else(
+    given: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[dict[str, list[str]]] = []
+
+    def note(where: Layout, cadence: Cadence, *, told: Sequence[str], codec: str, **_: object) -> None:
+        started.append(commands(where, cadence, ports=PORTS, codec=codec, told=told))
+
+    monkeypatch.setattr("toprope.coordinator.up.up", note)
+    option = [] if given is None else ["--on-log-outage", given]
+    assert main(["up", "--job", "gpt", "--store", str(tmp_path), "--dir", str(tmp_path), *option]) == 0
+    (lines,) = started
+    at = lines["coordinator"].index("--on-log-outage")
+    assert lines["coordinator"][at + 1] == (given or "proceed")
+    assert not any("--on-log-outage" in line for name, line in lines.items() if name != "coordinator")
 
 
 def bury(tmp_path: Path, *, status: int, last: str, all_served: bool = False) -> None:
