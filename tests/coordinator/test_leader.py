@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import socket
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -99,6 +101,14 @@ async def test_one_that_takes_the_request_and_says_nothing_is_somebody() -> None
         with pytest.raises(UnavailableError, match="took the request") as error:
             await asked(hangs_up.url, AWAY)
         assert not isinstance(error.value, NobodyThereError)
+
+
+def test_one_that_is_silent_is_waited_for_as_long_as_is_said() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        began_s = time.monotonic()
+        with pytest.raises(UnavailableError, match="does not answer"):
+            ask_leader([f"http://127.0.0.1:{silent.getsockname()[1]}"], "/v1/x", token="", timeout_s=0.02)
+        assert time.monotonic() - began_s < 5, "not the ten seconds that a command has"
 
 
 async def test_a_refusal_is_an_answer_and_a_missing_token_is_wrong_use() -> None:
