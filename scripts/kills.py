@@ -53,6 +53,8 @@ def summed_up(seed: int, kept: Kept) -> Killed:
     if kept.verdict is None:
         return result
     verdict = kept.verdict
+    if verdict.stopped and not verdict.injections:  # it came to an end before it had come to the kill
+        return msgspec.structs.replace(result, failed=verdict.stopped)
     (verified,) = (one for one in verdict.promises if one.name == "verified")
     return msgspec.structs.replace(
         result,

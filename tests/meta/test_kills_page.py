@@ -27,6 +27,8 @@ def test_each_run_counts_where_it_belongs() -> None:
     )
     kept = [scenarios.Kept(commit="x", seconds=1.0, verdict=verdict) for verdict in runs]
     kept.append(scenarios.Kept(commit="x", seconds=1.0, failed="the broker does not listen"))
+    early = judge(evidence(injections=()), stopped="sidecar of node a ended before it was ready")
+    kept.append(scenarios.Kept(commit="x", seconds=1.0, verdict=early))
     known = [replace(kills.summed_up(seed, one), commit="abc") for seed, one in enumerate(kept, start=1)]
     page = kills.page(known)
     assert (
@@ -40,6 +42,7 @@ def test_each_run_counts_where_it_belongs() -> None:
     assert "- seed 6, rank 1 (not hit): training goes on, rank 1 was not hit: it had ended" in page
     assert "- seed 7, rank 1: told was not judged" in page
     assert "- seed 8 failed before anything was killed: the broker does not listen" in page
+    assert "- seed 9 failed before anything was killed: sidecar of node a ended before it was ready" in page
     assert kills.to_run(range(1, 11), known) == [8, 9, 10], "what killed nothing is run again"
 
 
