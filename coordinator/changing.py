@@ -83,7 +83,8 @@ class Changer:
         except UnavailableError as error:
             raise UnavailableError(
                 f"a probe could not be written to {self.root}, so the coordinator at {url} can't see that it serves "
-                f"this store, and nothing was asked of it. Let this user write {PROBES} there ({error})"
+                f"this store, and nothing was asked of it ({error}). Run it where {self.root} can be written, as the "
+                f"coordinator's user, or let this user write {PROBES} there"
             ) from error
         try:
             ask(url, ChangeRequest(job_uid=state.job_uid, probe=probe, change=change), token=self.token)
