@@ -280,12 +280,14 @@ def _is_passed(state: JobState) -> Steps[bool]:
 
 def _put(key: Key, body: bytes) -> Steps[bool]:
     """Return True once this body is the object of ``key``, False once another one is; never guess."""
+    refused: UnavailableError | None = None
     for delay_s in (*BACK_OFF_S, None):
         try:
             yield Create(key=key, body=body)
         except AlreadyExistsError:
             pass
-        except UnavailableError:
+        except UnavailableError as error:
+            refused = error
             if delay_s is not None:
                 yield Sleep(seconds=delay_s)
         else:
@@ -293,7 +295,9 @@ def _put(key: Key, body: bytes) -> Steps[bool]:
         found = yield from _read(Read(key=key, uncached=True))
         if found is not None:
             return found == body
-    raise UnavailableError(f"{key}: the store does not say whether this record was written; append again later")
+    why = f": {refused}" if refused is not None else ""
+    text = f"{key}: the store does not say whether this record was written; append again later{why}"
+    raise UnavailableError(text) from refused
 
 
 def _read(call: Read) -> Steps[bytes | None]:
