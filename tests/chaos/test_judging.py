@@ -197,7 +197,8 @@ def test_a_step_that_waited_for_a_processor_for_several_bounds_was_held_up_all_t
 
 def test_the_longest_end_step_and_the_one_that_saving_held_up_longest_are_told_apart() -> None:
     queued = with_event(2, took_s=0.9, queued_s=0.8)
-    slow = tuple(replace(one, took_s=0.3) if (one.event, one.rank, one.step) == ("step", 0, 1) else one for one in queued)
+    first = next(one for one in queued if (one.event, one.rank, one.step) == ("step", 0, 1))
+    slow = tuple(replace(one, took_s=0.3) if one is first else one for one in queued)
     verdict = judge(evidence(events=slow))
     (said,) = next(one.evidence for one in verdict.promises if one.name == "short stall")
     assert said.startswith("saving held up no step for longer than 300 ms (bound: 1000 ms): its end_step took 300 ms")

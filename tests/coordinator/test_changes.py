@@ -515,7 +515,7 @@ async def test_a_request_of_another_job_or_of_no_form_changes_nothing(job: JobBu
                 assert what in await answer.text()
         of_another_version = await live.request(uid, cast("Change", Elected()))
         with pytest.raises(
-            UsageError, match="not a change of a job: .*; the coordinator is of another version: restart"
+            UsageError, match=r"not a change of a job: .*; the coordinator is of another version: restart"
         ):
             await asyncio.to_thread(ask, live.url, of_another_version, token="")
         assert (await live.state()).n == n
