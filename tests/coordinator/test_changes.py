@@ -368,7 +368,9 @@ def test_gc_that_makes_room_does_not_advise_to_call_gc(
 
     monkeypatch.setattr("toprope.coordinator.changing.leave_probe", leave)
     assert ckpt("gc", tmp_path, "--retain", "last=1") == 0
-    assert "device in store here); deleting what is condemned already, then trying again" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "(probe/0a: No space left on device in store here)" in said
+    assert "; deleting what is condemned already, then trying again" in said
     assert verified(tmp_path) == [20, 30]
 
 
