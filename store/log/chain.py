@@ -295,8 +295,8 @@ def _put(key: Key, body: bytes) -> Steps[bool]:
         found = yield from _read(Read(key=key, uncached=True))
         if found is not None:
             return found == body
-    why = f": {refused}" if refused is not None else ""
-    text = f"{key}: the store does not say whether this record was written; append again later{why}"
+    why = f" ({refused})" if refused is not None else ""
+    text = f"{key}: the store does not say whether this record was written{why}; append again later"
     raise UnavailableError(text) from refused
 
 
