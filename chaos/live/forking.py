@@ -48,6 +48,7 @@ class ForkServer:
         self._popen.stdin.flush()
         while "status" in (answer := self._answer()):
             self.ended[answer["pid"]] = answer["status"]
+        self.ended.pop(answer["pid"], None)  # of one that had this id before it, thousands of processes ago
         return answer["pid"]
 
     def poll(self) -> dict[int, int]:
