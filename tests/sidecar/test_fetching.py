@@ -85,12 +85,22 @@ def wrong(body: bytes) -> bytes:
 # Staging
 
 
+def asked(*tensors: str, ways: tuple[Way, ...]) -> Stage:
+    """Return what is asked for when these tensors of the shard are wanted."""
+    return Stage(
+        attempt_uid=NEW,
+        source_attempt_uid=UID,
+        step=1,
+        shard=RestoreShard(rank=0, bytes=len(BODY), digest=DIGEST, sources=()),
+        ways=ways,
+        tensors=frozenset(tensors),
+        part=1,
+    )
+
+
 def staging(memory: Memory, peers: FakePeers, objects: FakeStore, *ways: Way) -> Callable[[], tuple[str, bytes]]:
     """Return a function that stages, and gives the tier that the shard came from and its bytes."""
-    shard = RestoreShard(rank=0, bytes=len(BODY), digest=DIGEST, sources=())
-    request = Stage(
-        attempt_uid=NEW, source_attempt_uid=UID, step=1, shard=shard, ways=ways, tensors=frozenset({ALL}), part=1
-    )
+    request = asked(ALL, ways=ways)
     stager = Stager(memory=memory, peers=peers, objects=objects, doubt=lambda *_: None)
 
     def stage() -> tuple[str, bytes]:
@@ -104,16 +114,7 @@ def test_of_an_object_only_the_tensors_that_are_wanted_are_fetched_each_checked_
     memory: Memory,
 ) -> None:
     def stage(objects: FakeStore, *tensors: str) -> tuple[frozenset[str], bytes]:
-        shard = RestoreShard(rank=0, bytes=len(BODY), digest=DIGEST, sources=())
-        request = Stage(
-            attempt_uid=NEW,
-            source_attempt_uid=UID,
-            step=1,
-            shard=shard,
-            ways=(OBJECT,),
-            tensors=frozenset(tensors),
-            part=1,
-        )
+        request = asked(*tensors, ways=(OBJECT,))
         staged = Stager(memory=memory, peers=FakePeers(), objects=objects, doubt=lambda *_: None).stage(request)
         return staged.tensors, Path(staged.shard.path).read_bytes()
 
@@ -275,16 +276,7 @@ def test_bytes_that_came_wrong_from_the_object_store_are_asked_for_once_more(
 
     def stage(times: int) -> bytes:
         misread = MisreadStore(objects, key, at=at, times=times)
-        shard = RestoreShard(rank=0, bytes=len(BODY), digest=DIGEST, sources=())
-        request = Stage(
-            attempt_uid=NEW,
-            source_attempt_uid=UID,
-            step=1,
-            shard=shard,
-            ways=(way,),
-            tensors=frozenset({wanted}),
-            part=1,
-        )
+        request = asked(wanted, ways=(way,))
         staged = Stager(memory=memory, peers=FakePeers(), objects=misread, doubt=lambda *_: None).stage(request)
         assert misread.times == 0
         return Path(staged.shard.path).read_bytes()[: len(BODY)]
