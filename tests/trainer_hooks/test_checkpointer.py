@@ -85,6 +85,17 @@ def _begin(sidecar: FakeSidecar, checkpointer: Checkpointer, trainer: Tiny) -> N
     _wait_free(checkpointer, sidecar.slot_count)
 
 
+def _leave_step_2(sidecar: FakeSidecar, made: list[Checkpointer], **more: object) -> Tiny:
+    """Let a trainer train two steps, of which the second is saved, and end; return it."""
+    trainer = tiny()
+    checkpointer = _hook(sidecar, made, trainer, **more)
+    _begin(sidecar, checkpointer, trainer)
+    _train(trainer, checkpointer, 2, 2)
+    sidecar.wait_image(2)
+    checkpointer.close()
+    return trainer
+
+
 def test_a_new_job_begins_at_0_and_a_restart_at_the_newest_snapshot(
     sidecar: FakeSidecar, made: list[Checkpointer]
 ) -> None:
@@ -111,12 +122,7 @@ def test_a_new_job_begins_at_0_and_a_restart_at_the_newest_snapshot(
 def test_a_trainer_that_was_changed_goes_on_as_far_as_it_is_allowed_to(
     sidecar: FakeSidecar, made: list[Checkpointer]
 ) -> None:
-    trainer = tiny()
-    checkpointer = _hook(sidecar, made, trainer)
-    _begin(sidecar, checkpointer, trainer)
-    _train(trainer, checkpointer, 2, 2)
-    sidecar.wait_image(2)
-    checkpointer.close()
+    trainer = _leave_step_2(sidecar, made)
     again = tiny(seed=7)
     again.model.double()
     assert isinstance(again.model, torch.nn.Sequential)
@@ -296,11 +302,7 @@ def test_without_a_sidecar_memory_stays_flat_over_2000_steps(sidecar: FakeSideca
 def test_a_restored_trainer_has_said_how_large_its_snapshots_are_when_it_begins_to_train(
     sidecar: FakeSidecar, made: list[Checkpointer]
 ) -> None:
-    trainer = tiny()
-    checkpointer = _hook(sidecar, made, trainer)
-    _begin(sidecar, checkpointer, trainer)
-    _train(trainer, checkpointer, 2, 2)
-    checkpointer.close()
+    _leave_step_2(sidecar, made)
     begun = len(sidecar.heard)
     again = tiny(seed=7)
     checkpointer = _hook(sidecar, made, again)
@@ -334,11 +336,7 @@ def test_what_was_staged_is_mapped_no_more_when_a_rank_has_applied_it_since_slot
     memory_dir: Path, made: list[Checkpointer]
 ) -> None:
     with LookingSidecar(memory_dir / "s") as sidecar:
-        trainer = tiny()
-        checkpointer = _hook(sidecar, made, trainer)
-        _begin(sidecar, checkpointer, trainer)
-        _train(trainer, checkpointer, 2, 2)
-        checkpointer.close()
+        _leave_step_2(sidecar, made)
         sidecar.mapped.clear()
         again = _hook(sidecar, made, tiny(seed=7))
         assert again.restore() == 2
@@ -563,12 +561,7 @@ def test_a_shard_of_another_step_is_not_used_and_the_next_older_is(
 def test_a_checkpoint_of_another_extra_is_refused_and_the_verdict_says_why(
     sidecar: FakeSidecar, made: list[Checkpointer]
 ) -> None:
-    trainer = tiny()
-    checkpointer = _hook(sidecar, made, trainer, extra={"a": 1})
-    _begin(sidecar, checkpointer, trainer)
-    _train(trainer, checkpointer, 2, 2)
-    sidecar.wait_image(2)
-    checkpointer.close()
+    _leave_step_2(sidecar, made, extra={"a": 1})
     with pytest.raises(StateMismatchError, match="extra: in the checkpoint, unexpected here"):
         _hook(sidecar, made, tiny()).restore()
     sidecar.wait(lambda: bool(sidecar.rounds[-1].failed))
@@ -584,12 +577,7 @@ def test_a_failure_while_applying_ends_the_process(sidecar: FakeSidecar, made: l
         def load_state_dict(self, state: dict[str, int]) -> None:
             raise KeyError("no")
 
-    trainer = tiny()
-    checkpointer = _hook(sidecar, made, trainer, extra=Stubborn())
-    _begin(sidecar, checkpointer, trainer)
-    _train(trainer, checkpointer, 2, 2)
-    sidecar.wait_image(2)
-    checkpointer.close()
+    _leave_step_2(sidecar, made, extra=Stubborn())
     with pytest.raises(RestoreError, match=r"applying step 2 failed: KeyError\('no'\)"):
         _hook(sidecar, made, tiny(), extra=Stubborn()).restore()
     sidecar.wait(lambda: "KeyError" in sidecar.rounds[-1].failed)
