@@ -514,7 +514,13 @@ class Core:
         return attempt is not None and attempt.launch_id == trainer.launch_id and attempt.phase == "applied"
 
     def _fetch(self) -> list[Effect]:
-        """Ask for the coordinator's document while a trainer waits for an attempt that is not in it yet."""
+        """Ask for the coordinator's document while a trainer waits for an attempt that is not in it yet.
+
+        Not before time runs, which it does once all that lies in memory has been looked at: by a document that comes
+        earlier a peer's copy that was not looked at yet is taken for room, and another is pulled over it.
+        """
+        if self.began_s is None:
+            return []
         waits = any(
             trainer.opening is not None or (trainer.joined and not trainer.seen)
             for trainer in self.conversation.in_order()

@@ -31,6 +31,14 @@ def offer(driver: Driver, step: int) -> list[int]:
     return [pull.spare for pull in driver.all(do.Pull)]
 
 
+def test_no_document_is_asked_for_before_all_that_lies_in_memory_was_looked_at() -> None:
+    driver = Driver()
+    driver.on(on.SpareSeen(rank=1, spare=0, shard=shard(1, rank=1)))
+    assert driver.all(do.FetchDesired) == [], "a document would have the spares that were not looked at yet filled"
+    driver.tick()
+    assert driver.all(do.FetchDesired) == [do.FetchDesired()]
+
+
 def test_a_kept_copy_is_never_overwritten_however_old() -> None:
     driver = holding(1, 2)
     driver.keep(1)

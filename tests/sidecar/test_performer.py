@@ -8,10 +8,14 @@ from types import SimpleNamespace
 from typing import Any
 
 from tests.sidecar.test_config import config
+from tests.support.core_driver import Driver, shard
 
+from toprope.coordinator.wire import Desired
 from toprope.sidecar import effects as do
 from toprope.sidecar import events as on
 from toprope.sidecar.performer import Sidecar
+from toprope.sidecar.ports import CoordinatorError
+from toprope.sidecar.values import Shard
 from toprope.trainer_hooks.link.slot import Page, SlotPaths, slot_paths
 
 
@@ -39,7 +43,7 @@ class SlowMemory:
         return slot_paths(config().memory_dir, number)
 
 
-class Core:
+class LendingCore:
     """Wants a slot emptied and lent at once."""
 
     def handle(self, _event: object) -> tuple[do.Effect, ...]:
@@ -61,7 +65,7 @@ def test_a_slot_is_lent_after_its_page_was_emptied_and_not_before() -> None:
 
     async def serve() -> None:
         async with asyncio.timeout(5.0), asyncio.TaskGroup() as tasks:
-            parts = parts_of(Core(), memory)
+            parts = parts_of(LendingCore(), memory)
             sidecar = Sidecar(config(), parts, tasks)
             sidecar.post(on.Tick(now_s=0.0))
 
@@ -127,3 +131,53 @@ def test_slots_are_made_once_all_that_is_given_up_for_them_is_gone() -> None:
 
     asyncio.run(serve())
     assert memory.done == ["staged but for ''", "spares of 1", "slots of 0", "made for 0"], "else there is no room yet"
+
+
+class Leftovers:
+    """Two peer copies in memory that take long to read, and the coordinator; says what was turned to in which order."""
+
+    def __init__(self) -> None:
+        self.done: list[str] = []
+        self.asked = threading.Event()
+
+    def drop_staged(self, *, keep: str) -> None:
+        """Delete staged files: there are none."""
+
+    def slot_ranks(self) -> tuple[int, ...]:
+        """Return the ranks that have slots: none."""
+        return ()
+
+    def spares(self) -> tuple[tuple[int, int], ...]:
+        """Return the spares of rank 1."""
+        return ((1, 0), (1, 1))
+
+    def check_spare(self, rank: int, number: int) -> Shard:
+        """Read a copy, unless the coordinator is asked meanwhile."""
+        self.asked.wait(0.1)
+        self.done.append(f"spare {number}")
+        return shard(number + 1, rank=rank)
+
+    async def get_desired(self, *, newer_than: Desired | None) -> Desired:
+        """Have no answer."""
+        assert newer_than is None
+        self.done.append("asked")
+        self.asked.set()
+        raise CoordinatorError("no coordinator")
+
+
+def test_the_coordinator_is_asked_once_all_peer_copies_were_read_and_not_before() -> None:
+    leftovers = Leftovers()
+
+    async def serve() -> None:
+        async with asyncio.timeout(5.0), asyncio.TaskGroup() as tasks:
+            parts = parts_of(Driver().core, leftovers)
+            parts.ports.coordinator = leftovers
+            parts.local = SimpleNamespace(sweep=list, scan=lambda: iter(()))
+            parts.adoptions = SimpleNamespace(read=on.AdoptionsRead)
+            sidecar = Sidecar(config(), parts, tasks)
+            await sidecar.adopt()
+            sidecar.post(on.Tick(now_s=0.0))
+            await asyncio.to_thread(leftovers.asked.wait, 2.0)
+
+    asyncio.run(serve())
+    assert leftovers.done == ["spare 0", "spare 1", "asked"], "else a copy that was not read yet is pulled over"
