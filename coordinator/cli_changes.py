@@ -255,10 +255,10 @@ def gc(  # noqa: PLR0913 - one for each option
 def _watched(store: ObjectStore, job: str) -> Callable[[], tuple[Key, ...]]:
     """Watch the holds for as long as a reader has to renew one; return what lists those that count."""
     watch = HoldWatch()
-    if watch.look(store, job, now_s=time.monotonic()):
+    if watch.look(store, job, now_s=time.monotonic):
         say(f"watching what readers hold for {TTL_S:.0f} s")
         time.sleep(TTL_S)
-    return lambda: watch.look(store, job, now_s=time.monotonic())
+    return lambda: watch.look(store, job, now_s=time.monotonic)
 
 
 def _retired(store: ObjectStore, changer: Changer, state: JobState, plan: RetentionPlan) -> JobState:

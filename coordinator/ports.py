@@ -70,7 +70,7 @@ class StorePort(Protocol):
     async def gone(self, state: JobState) -> tuple[int, ...]:
         """Return the READYs that were removed from the store by hand; raises as ``gone.gone``."""
 
-    async def collect_garbage(self, state: JobState, watch: HoldWatch, *, now_s: float) -> GcPlan:
+    async def collect_garbage(self, state: JobState, watch: HoldWatch, *, now_s: Callable[[], float]) -> GcPlan:
         """Delete what the log has condemned, but for what readers hold by ``watch``; return what that was.
 
         Raises:

@@ -77,7 +77,7 @@ class Tidier:
         return lambda state: None if self._held_up() else make(state)
 
     async def _collect(self) -> None:
-        now_s = asyncio.get_running_loop().time()
+        now_s = asyncio.get_running_loop().time
         try:
             plan = await self._store.collect_garbage(self._log.state, self._watch, now_s=now_s)
         except StoreError:

@@ -231,7 +231,7 @@ class _Store(ThreadedStore):
         self._world = world
         self._watch = HoldWatch(ttl_s=HOLD_TTL_S)
 
-    async def collect_garbage(self, state: JobState, _watch: HoldWatch, *, now_s: float) -> GcPlan:
+    async def collect_garbage(self, state: JobState, _watch: HoldWatch, *, now_s: Callable[[], float]) -> GcPlan:
         """Delete what the log has condemned."""
         work = partial(collected, self._world.objects, state, self._watch, now_s)
         plan = await self._world.loop.stepwise(work)

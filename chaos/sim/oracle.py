@@ -26,7 +26,7 @@ from toprope.store.digest import digest
 from toprope.store.errors import CorruptObjectError
 from toprope.store.log.fold import JobState, fold, violation
 from toprope.store.log.records import NOBODY, Attempt, AttemptFacts, Elected, Metric, Pin, Ready, Record
-from toprope.store.names import Key, facts_key, manifest_key, written_at
+from toprope.store.names import Key, facts_key, manifest_key, parse_hold, written_at
 
 _NOTICED_S = 15.0
 """So long after a loss a step that is called protected may have been counted before the loss was noticed."""
@@ -76,8 +76,8 @@ class Oracle:
         self._training: set[str] = set()
         self._needed = Needed(store)
         self._holders: dict[str, str] = {}
-        self._left_behind: set[str] = set()
-        self._beats: dict[str, list[float]] = {}
+        self._left_behind: set[tuple[str, int]] = set()
+        self._beats: dict[str, list[tuple[int, float]]] = {}
         store.on_create = self._on_create
         store.on_delete = self._on_delete
 
@@ -99,8 +99,7 @@ class Oracle:
         elif kind == "shards":
             self._trace.note("store", f"{who} created {key}", step=int(rest[1][1:]))
         elif kind == "holds":
-            self._holders[key] = who
-            self._beats.setdefault(who, []).append(self._trace.now_s())
+            self._on_beat(key, who)
             self._trace.note("store", f"{who} created {key}")
 
     def _on_delete(self, key: Key, who: str) -> None:
@@ -117,13 +116,20 @@ class Oracle:
             if why := self._needed.why(self.state, key, at):
                 self.fail("I8", f"{who} deleted {key}: {why}", step=at[1])
 
+    def _on_beat(self, key: Key, who: str) -> None:
+        _, hold_id, beat = _hold(self.state.job, key)
+        beats = self._beats.setdefault(hold_id, [])
+        if not beats or beat > beats[-1][0]:
+            beats.append((beat, self._trace.now_s()))
+        self._holders[key] = who
+
     def _on_left_behind(self, key: Key, who: str) -> None:
         """Take in that a hold was deleted by somebody else: only one that did not beat for the whole of the time."""
-        reader = self._holders.get(key, "")
-        self._left_behind.add(reader)
+        seq, hold_id, _ = _hold(self.state.job, key)
+        self._left_behind.add((self._holders.get(key, ""), seq))
         self._trace.sometimes("a hold was left behind")
-        beats = [*self._beats.get(reader, ()), self._trace.now_s()]
-        if max((after - before for before, after in pairwise(beats)), default=0.0) < HOLD_TTL_S:
+        times = [*(at_s for _, at_s in self._beats[hold_id]), self._trace.now_s()]
+        if max(after - before for before, after in pairwise(times)) < HOLD_TTL_S:
             self.fail("I8", f"{who} deleted {key}, which has beaten all the time")
 
     def condemned(self) -> set[Key]:
@@ -145,7 +151,7 @@ class Oracle:
 
     def on_missing(self, who: str, seq: int, text: str, *, held: bool) -> None:
         """Take in that a reader met an object that is not there."""
-        if who in self._left_behind or not held:
+        if (who, seq) in self._left_behind or not held:
             self._trace.sometimes("a reader without a hold met a missing object")
         else:
             self.fail("I8", f"{who} holds READY {seq}, and of it is missing: {text}", step=self.state.readies[seq].step)
@@ -435,6 +441,13 @@ class Oracle:
         """Take in that a scan of a disk lists a copy: it has just read it, so only damage since then is an excuse."""
         if not spoiled and (found is None or digest(found) != self.golden.get(snapshot)):
             self.fail("I16", f"the scan of {where} lists step {snapshot[1]} of rank {snapshot[2]}", step=snapshot[1])
+
+
+def _hold(job: str, key: Key) -> tuple[int, str, int]:
+    """Return seq, id and beat of a hold."""
+    hold = parse_hold(job, key)
+    assert hold is not None, key
+    return hold
 
 
 def _said(image: bytes) -> Snapshot | None:

@@ -63,23 +63,21 @@ class Reader:
         world, rng = self._world, self._world.loop.rng
         store, oracle, name = world.objects, world.oracle, self.process.name
         oldest = rng.random() < 0.7  # noqa: PLR2004 - what is likely to be retired soon
+        chosen = 0
+        without: set[int] = set()
 
         def choose(state: JobState) -> int:
+            nonlocal chosen
             there = [seq for seq, _ in state.restorable()]
             if not there:
                 raise UsageError("there is nothing to read")
-            return there[-1] if oldest else there[0]
-
-        holds = True
-
-        def without(_: str) -> None:
-            nonlocal holds
-            holds = False
+            chosen = there[-1] if oldest else there[0]
+            return chosen
 
         log = read_on(store, newest_snap(store, world.job))
         nap(rng.uniform(0.0, _DAWDLES_S))
-        with holding_choice(store, log, choose, say=without, beating=self._beating) as held:
-            seq = choose(held)
+        with holding_choice(store, log, choose, say=lambda _: without.add(chosen), beating=self._beating) as held:
+            seq, holds = choose(held), chosen not in without
             world.trace.note(name, f"reads READY {seq}, {'with' if holds else 'without'} a hold")
             try:
                 manifest, _ = read_manifest(store, held, seq)

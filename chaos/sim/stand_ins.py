@@ -286,7 +286,7 @@ def same_term(before: Any) -> Any:  # noqa: ANN401 - stands in for any function
 def all_silent(_before: Any) -> Any:  # noqa: ANN401 - stands in for any function
     """Take every hold for left behind."""
 
-    def stale(_self: Any, _job: str, keys: Any, *, now_s: float) -> Any:  # noqa: ANN401, ARG001 - as HoldWatch.stale
+    def stale(_self: Any, _job: str, keys: Any, **_seconds: float) -> Any:  # noqa: ANN401 - as HoldWatch.stale
         return keys
 
     return stale

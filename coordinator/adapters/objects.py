@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import threading
 from collections import OrderedDict
+from collections.abc import Callable
 
 from toprope.coordinator.basing import base_shards, shards_there
 from toprope.store.checkpoint.manifest import MAX_INDEX_BYTES, Index, Manifest, Shard, sha256
@@ -127,7 +128,7 @@ class ThreadedStore:
         """Return the READYs that were removed from the store by hand."""
         return await asyncio.to_thread(gone, self._store, state)
 
-    async def collect_garbage(self, state: JobState, watch: HoldWatch, *, now_s: float) -> GcPlan:
+    async def collect_garbage(self, state: JobState, watch: HoldWatch, *, now_s: Callable[[], float]) -> GcPlan:
         """Delete what the log has condemned, but for what readers hold."""
         return await asyncio.to_thread(collected, self._store, state, watch, now_s)
 
@@ -149,7 +150,7 @@ def _index(store: ObjectStore, manifest: Manifest, shard: Shard, bodies: IndexBo
     return index_of_body(body, manifest, shard)
 
 
-def collected(store: ObjectStore, state: JobState, watch: HoldWatch, now_s: float) -> GcPlan:
+def collected(store: ObjectStore, state: JobState, watch: HoldWatch, now_s: Callable[[], float]) -> GcPlan:
     """Delete what the log has condemned, but for what readers hold by ``watch``; return what that was."""
     plan = survey(store, state, list_holds=lambda: watch.look(store, state.job, now_s=now_s))
     execute(store, plan)

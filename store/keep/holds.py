@@ -2,7 +2,8 @@
 
 A hold is an object whose key says all: the READY, an id, and a beat that grows. It is renewed by writing the next beat
 before an old one goes, so a listing always finds one. Only a hold that does not beat for ``TTL_S`` of the collector's
-own clock is taken for left behind; its reader then finds objects missing, and no wrong ones.
+own clock is taken for left behind; its reader then finds objects missing, and no wrong ones. A beat without an answer
+may have been written, so it is given free with the others.
 """
 
 from __future__ import annotations
@@ -71,11 +72,10 @@ def holding(
     """
     hold = _Hold(store, state.job, seq)
     try:
-        hold.beat()
+        hold.begin()
     except CkptError as error:
         say(f"reading without a hold on READY {seq}, so that `ckpt gc` may delete it meanwhile: {error}")
-        yield read_on(store, state)
-        return
+        beating = _never
     try:
         with beating(hold.renew):
             yield read_on(store, state)
@@ -106,6 +106,10 @@ def holding_choice(
         state = after
 
 
+def _never(_beat: Callable[[], None]) -> AbstractContextManager[None]:
+    return contextlib.nullcontext()
+
+
 class _Hold:
     def __init__(self, store: ObjectStore, job: str, seq: int) -> None:
         self._store = store
@@ -114,6 +118,13 @@ class _Hold:
         self._id = secrets.token_hex(8)
         self._beat = 0
         self._written: deque[Key] = deque()
+
+    def begin(self) -> None:
+        """Write the first beat, or, if no answer comes, the one after it: either makes the hold."""
+        try:
+            self.beat()
+        except UnavailableError:
+            self.beat()
 
     def beat(self) -> None:
         """Write the next beat, and delete the one before the last."""
@@ -135,26 +146,31 @@ class _Hold:
 
     def drop(self) -> None:
         """Give the READY free; what can't be deleted is taken for left behind later."""
-        with contextlib.suppress(UnavailableError):
+        with contextlib.suppress(CkptError):
             self._store.delete(tuple(self._written))
 
 
 class HoldWatch:
-    """Tells holds that beat from those left behind, by a clock of its own that only goes on."""
+    """Tells holds that beat from those left behind, by a clock of its own that only goes on.
+
+    A listing takes time, and may be asked for more than once: a beat that it shows may be as late as its end, and where
+    it shows no later one there was none at its beginning. Only what lies between the two counts as silence.
+    """
 
     def __init__(self, *, ttl_s: float = TTL_S) -> None:
         self._ttl_s = ttl_s
         self._seen: dict[str, tuple[int, float]] = {}
 
-    def look(self, store: ObjectStore, job: str, *, now_s: float) -> tuple[Key, ...]:
+    def look(self, store: ObjectStore, job: str, *, now_s: Callable[[], float]) -> tuple[Key, ...]:
         """List the holds, delete those left behind, and return the others."""
+        asked_s = now_s()
         keys = tuple(store.list(holds_prefix(job)))
-        stale = self.stale(job, keys, now_s=now_s)
+        stale = self.stale(job, keys, asked_s=asked_s, listed_s=now_s())
         store.delete(stale)
         return tuple(key for key in keys if key not in stale)
 
-    def stale(self, job: str, keys: tuple[Key, ...], *, now_s: float) -> tuple[Key, ...]:
-        """Return the keys of holds that have not beaten for the whole of the time."""
+    def stale(self, job: str, keys: tuple[Key, ...], *, asked_s: float, listed_s: float) -> tuple[Key, ...]:
+        """Return the keys of holds that have not beaten for the whole of the time, by a listing that lasted so long."""
         newest: dict[str, int] = {}
         for key in keys:
             if (hold := parse_hold(job, key)) is not None:
@@ -162,7 +178,7 @@ class HoldWatch:
         seen = {}
         for hold_id, beat in newest.items():
             before = self._seen.get(hold_id)
-            seen[hold_id] = before if before is not None and before[0] == beat else (beat, now_s)
+            seen[hold_id] = before if before is not None and before[0] == beat else (beat, listed_s)
         self._seen = seen
-        silent = {hold_id for hold_id, (_, since_s) in seen.items() if now_s - since_s >= self._ttl_s}
+        silent = {hold_id for hold_id, (_, since_s) in seen.items() if asked_s - since_s >= self._ttl_s}
         return tuple(key for key in keys if (hold := parse_hold(job, key)) is not None and hold[1] in silent)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 import pytest
@@ -16,7 +16,7 @@ from tests.support.stores import JobBuilder, small_store
 from toprope.store.checkpoint.manifest import Index, decode, sha256
 from toprope.store.errors import MissingObjectError, StoreError, UnavailableError
 from toprope.store.keep.gc import GcPlan, execute, is_dead, survey
-from toprope.store.keep.holds import HoldWatch, holding, in_a_thread
+from toprope.store.keep.holds import HoldWatch, holding
 from toprope.store.keep.retention import parse_policy, plan_retention
 from toprope.store.log.chain import read_log
 from toprope.store.log.fold import JobState
@@ -399,65 +399,15 @@ def test_a_hold_on_what_is_gone_hinders_nobody() -> None:
     assert len(collect(store).condemned) == 2
 
 
-class NoWriting(FakeStore):
-    def refuse(self, key: Key, body: bytes | memoryview) -> None:
-        raise UnavailableError(f"{key}: access denied")
-
-
-def test_a_reader_that_may_not_write_works_without_a_hold_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    store = FakeStore()
-    job = small_store(store)
-    monkeypatch.setattr(store, "create", partial(NoWriting.refuse, NoWriting()))
-    said: list[str] = []
-    with holding(store, job.log.state, 4, say=said.append) as state:
-        assert state == job.log.state
-    assert said == [
-        "reading without a hold on READY 4, so that `ckpt gc` may delete it meanwhile: "
-        + said[0].partition("meanwhile: ")[2]
-    ]
-    assert "access denied" in said[0]
-
-
-def beat_for_ever(store: ObjectStore, job: JobBuilder, then: Callable[[], None]) -> None:
-    with holding(store, job.log.state, 4, beating=partial(in_a_thread, every_s=0.001)):
-        then()
-
-
-def test_a_hold_beats_and_a_listing_always_finds_it() -> None:
-    store = FakeStore()
-    job = small_store(store)
-
-    def watch() -> None:
-        beats: set[Key] = set()
-        while len(beats) < 5:
-            there = objects_under(store, "/holds/")
-            assert there
-            beats.add(there[-1])
-
-    beat_for_ever(store, job, watch)
-    assert objects_under(store, "/holds/") == []
-
-
-def test_a_hold_is_left_behind_when_it_has_not_beaten_for_the_whole_time_of_the_collectors_own_clock() -> None:
-    watch = HoldWatch(ttl_s=300)
-    dead, alive = (partial(hold_key, "job", seq=4, hold_id=hold_id) for hold_id in ("dead", "beef"))
-    assert watch.stale("job", (dead(beat=7), alive(beat=0)), now_s=1000) == ()
-    assert watch.stale("job", (dead(beat=7), alive(beat=1)), now_s=1299) == ()
-    assert watch.stale("job", (dead(beat=7), alive(beat=1)), now_s=1300) == (dead(beat=7),)
-    assert watch.stale("job", (dead(beat=8), alive(beat=1)), now_s=1400) == ()
-    assert HoldWatch(ttl_s=300).stale("job", (dead(beat=8),), now_s=10**9) == (), "it has only begun to look"
-
-
 def test_the_reader_of_a_hold_that_went_stale_finds_objects_missing_and_no_wrong_ones() -> None:
     store = FakeStore()
     job = small_store(store, steps=(10, 20, 30, 40))
     watch = HoldWatch(ttl_s=300)
     with holding(store, job.log.state, 4):
         job.log.add(Retire(seqs=(4,)))
-        for now_s in (0, 400):
-            execute(
-                store, survey(store, read_log(store, "job"), list_holds=partial(watch.look, store, "job", now_s=now_s))
-            )
+        for at_s in (0.0, 400.0):
+            look = partial(watch.look, store, "job", now_s=partial(float, at_s))
+            execute(store, survey(store, read_log(store, "job"), list_holds=look))
         (damage,) = verify_checkpoint(store, job.log.state, 4).damages
         assert "manifests/a1-s000000010" in damage.key
     with pytest.raises(MissingObjectError):
