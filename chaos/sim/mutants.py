@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from toprope.chaos.patching import replace
 from toprope.chaos.sim import stand_ins as s
 from toprope.chaos.sim.mutant import NO_OWN_CHECK, YES, Mutant
-from toprope.chaos.sim.options import DAMAGE, PAIR, PEOPLE, RANGES, READERS, SMALL
+from toprope.chaos.sim.options import PAIR, PEOPLE, RANGES, READERS, SMALL
 from toprope.chaos.sim.outage_mutants import OF_OUTAGES
 
 MUTANTS: tuple[Mutant, ...] = (
