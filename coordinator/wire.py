@@ -235,7 +235,10 @@ class Source(_Document, frozen=True, kw_only=True):
 
 
 class RestoreShard(_Document, frozen=True, kw_only=True):
-    """A shard of an attempt's source, with the places where it can be had, best first."""
+    """A shard of an attempt's source, with the places where it can be had, best first.
+
+    ``bytes`` is 0 while there are none: the log has the digest alone, and who has a copy of it knows its length.
+    """
 
     rank: int
     bytes: int

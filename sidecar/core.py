@@ -19,7 +19,7 @@ from toprope.sidecar.effects import Effect
 from toprope.sidecar.events import Event
 from toprope.sidecar.inventory import Books, next_version
 from toprope.sidecar.peer_book import PeerBook
-from toprope.sidecar.restore_book import RestoreBook, ways_to
+from toprope.sidecar.restore_book import Reach, RestoreBook, reach_of
 from toprope.sidecar.slot_book import FOREVER, Grantee, Needs, SlotBook
 from toprope.sidecar.tier_book import TierBook
 from toprope.sidecar.values import Attempt, Identity, Lying, Shard, Way, shard_of_copy
@@ -415,7 +415,7 @@ class Core:
             joined = [t for t in self.conversation.in_order() if t.joined and t.attempt_uid == attempt.uid]
             waiting = [trainer for trainer in joined if "STAGED" not in trainer.told]
             if waiting:
-                effects += self.restore.plan(attempt, waiting, self._ways(attempt), now_s=self.now_s)
+                effects += self.restore.plan(attempt, waiting, self._reaches(attempt), now_s=self.now_s)
         for trainer in self.conversation.in_order():
             if trainer.joined and (why := self.adoptions.end_of(trainer.attempt_uid, desired)):
                 effects += self.restore.end(trainer, why)
@@ -428,9 +428,9 @@ class Core:
             effects.append(do.DropStage(keep=keep))
         return effects
 
-    def _ways(self, attempt: AttemptView) -> dict[int, tuple[Way, ...]]:
+    def _reaches(self, attempt: AttemptView) -> dict[int, Reach]:
         return {
-            shard.rank: ways_to(
+            shard.rank: reach_of(
                 shard,
                 me=self.me.node,
                 here=self._here(attempt.source_attempt_uid, attempt.from_step, shard.rank),
@@ -439,41 +439,42 @@ class Core:
             for shard in attempt.restore
         }
 
-    def _here(self, attempt_uid: str, step: int, rank: int) -> list[tuple[Way, str]]:
-        """Return this node's own copies of a shard, nearest first, each with its digest."""
-        found: list[tuple[Way, str]] = []
+    def _here(self, attempt_uid: str, step: int, rank: int) -> list[Lying]:
+        """Return this node's own copies of a shard, nearest first, whatever their digests."""
+        found: list[Lying] = []
         record = self.slots.find(attempt_uid, step, rank)
         if record is not None and record.shard is not None:
             path = self.me.slot_path(rank, record.number)
-            found.append((Way(kind="here", tier="memory", node=self.me.node, path=path), record.shard.digest))
+            found.append(Lying(way=Way(kind="here", tier="memory", node=self.me.node, path=path), shard=record.shard))
         spare = self.peers.find(attempt_uid, step, rank)
         if spare is not None and spare[1].held is not None:
             path = self.me.spare_path(rank, spare[0])
-            found.append((Way(kind="here", tier="peer", node=self.me.node, path=path), spare[1].held.digest))
+            found.append(Lying(way=Way(kind="here", tier="peer", node=self.me.node, path=path), shard=spare[1].held))
         for shard in sorted(self.tiers.local):
             if shard.of_step == (attempt_uid, step) and shard.rank == rank:
                 path = self.tiers.local[shard]
-                found.append((Way(kind="here", tier="local", node=self.me.node, path=path), shard.digest))
+                found.append(Lying(way=Way(kind="here", tier="local", node=self.me.node, path=path), shard=shard))
         return found
 
     def lying(self) -> list[Lying]:
         """Return the copies that lie in files of this node and can be read now."""
         shards = {shard_of_copy(copy) for copy in self.books.copies() if copy.tier != "object"}
         return [
-            Lying(way=way, shard=shard)
+            Lying(way=one.way, shard=shard)
             for shard in sorted(shards)
-            for way, digest in self._here(shard.attempt_uid, shard.step, shard.rank)
-            if digest == shard.digest
+            for one in self._here(shard.attempt_uid, shard.step, shard.rank)
+            if one.shard.digest == shard.digest
         ]
 
     def locate(self, attempt_uid: str, step: int, rank: int) -> list[tuple[Way, int]]:
         """Return this node's files that hold a shard, nearest first, each with the shard's length."""
-        lengths = {
-            copy.digest: copy.bytes
+        listed = {
+            copy.digest
             for copy in self.books.copies()
             if (copy.attempt_uid, copy.step, copy.rank) == (attempt_uid, step, rank)
         }
-        return [(way, lengths[digest]) for way, digest in self._here(attempt_uid, step, rank) if digest in lengths]
+        here = self._here(attempt_uid, step, rank)
+        return [(one.way, one.shard.bytes) for one in here if one.shard.digest in listed]
 
     def _read_back(self, desired: Desired) -> list[Effect]:
         tasks = {task.key: task for task in desired.read_backs if task.node == self.me.node}

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from msgspec import structs
 
 from toprope.coordinator.wire import AttemptView, Desired, RankVerdict, RestoreShard
 from toprope.sidecar.conversation import Trainer
 from toprope.sidecar.effects import Effect, Send, Stage
 from toprope.sidecar.events import ShardStaged, StageFailed
-from toprope.sidecar.values import Way
+from toprope.sidecar.values import Lying, Way
 from toprope.trainer_hooks.link import wire
 
 RETRY_S = 1.0
+
+Reach: TypeAlias = tuple[RestoreShard, tuple[Way, ...]]
+"""What is to be staged, and the ways to it."""
 
 
 @dataclass(slots=True)
@@ -34,12 +40,12 @@ class RestoreBook:
     began_s: float = 0.0
 
     def plan(
-        self, attempt: AttemptView, trainers: Sequence[Trainer], ways: dict[int, tuple[Way, ...]], *, now_s: float
+        self, attempt: AttemptView, trainers: Sequence[Trainer], reaches: Mapping[int, Reach], *, now_s: float
     ) -> list[Effect]:
         """Stage what these trainers want and what is not here or on its way, by the ways that there are by now.
 
-        What could not be had for want of an answer is tried again after a while: a peer or a store that is away for a
-        moment must not cost a good source.
+        ``reaches`` has each shard of the attempt's source by its rank. What could not be had for want of an answer is
+        tried again after a while: a peer or a store that is away for a moment must not cost a good source.
         """
         if self.attempt_uid != attempt.uid:
             self.attempt_uid, self.began_s = attempt.uid, now_s
@@ -50,18 +56,16 @@ class RestoreBook:
         for want in (want for trainer in trainers for want in trainer.wants):
             wanted[want.rank] = wanted.get(want.rank, frozenset()) | frozenset(want.tensors)
         effects: list[Effect] = []
-        for shard in attempt.restore:
-            rank = shard.rank
+        for rank, reach in reaches.items():
             if rank not in wanted or rank in self.fetching or rank in self.failed or self._has(rank, wanted[rank]):
                 continue
             if self.retry_at_s.get(rank, now_s) <= now_s:
                 self.retry_at_s.pop(rank, None)
-                effects.append(self._stage(attempt, shard, wanted[rank], ways[rank]))
+                effects.append(self._stage(attempt, reach, wanted[rank]))
         return effects
 
-    def _stage(
-        self, attempt: AttemptView, shard: RestoreShard, tensors: frozenset[str], ways: tuple[Way, ...]
-    ) -> Stage:
+    def _stage(self, attempt: AttemptView, reach: Reach, tensors: frozenset[str]) -> Stage:
+        shard, ways = reach
         tensors |= self.tensors.get(shard.rank, frozenset())
         self.fetching[shard.rank] = tensors
         self.parts[shard.rank] = self.parts.get(shard.rank, 0) + 1
@@ -149,16 +153,21 @@ class RestoreBook:
         return frames
 
 
-def ways_to(shard: RestoreShard, *, me: str, here: list[tuple[Way, str]], url_of_me: str) -> tuple[Way, ...]:
-    """Return the ways to a shard, this node's own copies (each with its digest) first, then as the coordinator says."""
-    own = [way for way, digest in here if digest == shard.digest]
+def reach_of(shard: RestoreShard, *, me: str, here: Sequence[Lying], url_of_me: str) -> Reach:
+    """Return a shard with the ways to it: this node's own copies first, then as the coordinator says.
+
+    A coordinator that has heard of no copy does not know how long it is. Its length is that of a copy here, since a
+    digest is that of a whole image.
+    """
+    own = [one for one in here if one.shard.digest == shard.digest]
     others: list[Way] = []
     for source in shard.sources:
         if source.tier == "object":
             others.append(Way(kind="object", tier="object", key=source.key))
         elif source.node != me and source.url != url_of_me:
             others.append(Way(kind="node", tier=source.tier, node=source.node, url=source.url))
-    return (*own, *others)
+    known = structs.replace(shard, bytes=own[0].shard.bytes) if own else shard
+    return known, (*(one.way for one in own), *others)
 
 
 def _answer_to_open(trainer: Trainer, desired: Desired, attempt: AttemptView) -> list[wire.FromSidecar]:

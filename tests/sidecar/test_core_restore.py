@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from tests.support.core_driver import UID, Driver, shard
 
@@ -38,20 +40,25 @@ def opened(phase: str = "opened") -> Driver:
 
 
 def reopen(
-    driver: Driver, phase: str, *, uid: str = NEW, number: int = 2, reason: str = "", misfit: bool = False
+    driver: Driver,
+    phase: str,
+    *,
+    uid: str = NEW,
+    number: int = 2,
+    wanted: RestoreShard = WANTED,
+    **changes: Any,  # noqa: ANN401 - fields of AttemptView
 ) -> None:
     """Let attempt 2 be in this phase."""
     driver.attempt(
-        misfit=misfit,
         number=number,
         uid=uid,
         launch_id="bb",
         source="held",
         source_attempt_uid=UID,
         from_step=1,
-        restore=(WANTED,),
+        restore=(wanted,),
         phase=phase,
-        reason=reason,
+        **changes,
     )
 
 
@@ -82,6 +89,38 @@ def test_own_copies_of_that_digest_come_first_nearest_first() -> None:
         ("here", "local", "/l/1"),
     ]
     assert [way.kind for way in stage.ways[2:]] == ["node", "object"], "a copy of another digest is no way"
+
+
+@pytest.mark.parametrize("tier", ["memory", "peer", "local"])
+def test_a_copy_that_the_coordinator_has_not_heard_of_is_staged_with_its_own_length(tier: str) -> None:
+    driver = Driver()
+    driver.train()
+    if tier == "memory":
+        driver.snapshot(0, 1)
+    elif tier == "peer":
+        driver.on(on.SpareSeen(rank=0, spare=1, shard=shard(1)))
+    else:
+        driver.on(on.LocalStored(shard=shard(1), path="/l/1", slot=None))
+    reopen(driver, "opened", wanted=RestoreShard(rank=0, bytes=0, digest=shard(1).digest, sources=()))
+    driver.hello(connection=2, launch_id="bb")
+    driver.frame(JOIN, connection=2)
+    (stage,) = driver.all(do.Stage)
+    assert [(way.kind, way.tier) for way in stage.ways] == [("here", tier)]
+    assert stage.shard.bytes == shard(1).bytes, "of no bytes it would be another digest, and the good copy given up"
+
+
+def test_a_shard_that_nobody_has_yet_is_looked_for_again_wherever_it_turns_up() -> None:
+    driver = Driver()
+    driver.want()
+    driver.hello(launch_id="bb")
+    reopen(driver, "opened", wanted=RestoreShard(rank=0, bytes=0, digest=shard(1).digest, sources=()))
+    driver.frame(JOIN)
+    (stage,) = driver.all(do.Stage)
+    assert stage.ways == ()
+    driver.on(on.StageFailed(attempt_uid=NEW, rank=0, reason="nobody has it just now", again=True))
+    reopen(driver, "opened")
+    driver.tick(1.0)
+    assert [(stage.shard, len(stage.ways)) for stage in driver.all(do.Stage)] == [(WANTED, 2)]
 
 
 def wants(*tensors: str) -> tuple[wire.Want, ...]:
