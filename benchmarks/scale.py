@@ -2,7 +2,8 @@
 
 The coordinator and the broker are real processes; the nodes are played by this one (``toprope.chaos.live.fleet``),
 which shares the machine with them. A decision counts from the last report that it rests on, as it leaves its node,
-until a node knows: through the broker, the coordinator, and the broker again.
+until a node knows: through the broker, the coordinator, and the broker again. How late the fleet was with what it had
+to do is printed beside it: when it is late, so is what it measures.
 
     python benchmarks/scale.py [--nodes 2048] [--ranks-per-node 8] [--every 10] [--snapshots 12] [--json FILE]
 """
@@ -16,6 +17,7 @@ import os
 import platform
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,10 +44,10 @@ class Usage:
     peak_mib: float
 
     @staticmethod
-    def of(process: Process) -> Usage:
+    def of(pid: int) -> Usage:
         """Read it from /proc."""
-        fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
-        status = dict(line.split(":", 1) for line in Path(f"/proc/{process.pid}/status").read_text().splitlines())
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
         ticks = int(fields[11]) + int(fields[12])
         return Usage(
             cpu_s=ticks / os.sysconf("SC_CLK_TCK"),
@@ -126,15 +128,20 @@ async def _measured(
         await fleet.open()
         applied_s = loop.time()
         _tell(f"{len(fleet.nodes)} nodes came in {came_s - began_s:.1f} s, opened in {applied_s - came_s:.1f} s")
-        opening = Usage.of(processes[1])
+        pids = {process.name: process.pid for process in processes} | {"fleet": os.getpid()}
+        stored = [number for number in range(1, options.snapshots + 1) if number % options.object_every == 0]
+        for number in stored:
+            fleet.prepare(number * STEPS)
+        opening = Usage.of(pids["coordinator"])
         fleet.counts.clear()
-        before, since_s = [Usage.of(process) for process in processes], loop.time()
+        fleet.late_s.clear()
+        before, since_s = {name: Usage.of(pid) for name, pid in pids.items()}, loop.time()
         for number in range(1, options.snapshots + 1):
-            fleet.snapshot(number * STEPS, local=number % LOCAL_EVERY == 0, store=number % options.object_every == 0)
+            fleet.snapshot(number * STEPS, local=number % LOCAL_EVERY == 0, store=number in stored)
             await asyncio.sleep(max(0.0, since_s + number * options.every - loop.time()))
             _tell(f"snapshot {number} of {options.snapshots}")
-        wall_s, after = loop.time() - since_s, [Usage.of(process) for process in processes]
-        counts = Counter(fleet.counts)
+        wall_s, after = loop.time() - since_s, {name: Usage.of(pid) for name, pid in pids.items()}
+        counts, late_s = Counter(fleet.counts), sorted(fleet.late_s)
         await fleet.wait(lambda: _are_known(fleet), what="every decision is known to every node", timeout_s=120)
     return {
         "machine": {"cpus": os.cpu_count(), "machine": platform.machine(), "python": platform.python_version()},
@@ -147,13 +154,14 @@ async def _measured(
         "opening_cpu_s": opening.cpu_s,
         "protected_s": _latencies(fleet.protected.values()),
         "ready_s": _latencies(fleet.ready.values()),
+        "fleet_late_s": _quantiles(late_s),
         "processes": {
-            process.name: {
-                "cores": (now.cpu_s - then.cpu_s) / wall_s,
+            name: {
+                "cores": (now.cpu_s - before[name].cpu_s) / wall_s,
                 "rss_mib": now.rss_mib,
                 "peak_mib": now.peak_mib,
             }
-            for process, then, now in zip(processes, before, after, strict=True)
+            for name, now in after.items()
         },
         "per_second": {what: count / wall_s for what, count in sorted(counts.items())},
     }
@@ -164,18 +172,18 @@ def _are_known(fleet: Fleet) -> bool:
     return all(len(step.known_s) == len(fleet.nodes) for step in steps)
 
 
-def _latencies(steps: Any) -> dict[str, float]:  # noqa: ANN401 - what .values() gives
-    """Return of all decisions and nodes the time from the last report to knowing: some quantiles."""
-    found: list[float] = sorted(known_s - step.told_s for step in steps for known_s in step.known_s.values())
+def _latencies(steps: Any) -> dict[str, dict[str, float]]:  # noqa: ANN401 - what .values() gives
+    """Return the time from the last report that a decision rests on: until a node knows it, and until each does."""
     first = sorted(min(step.known_s.values()) - step.told_s for step in steps)
-    if not found:
+    each = sorted(known_s - step.told_s for step in steps for known_s in step.known_s.values())
+    return {"decided": _quantiles(first), "known": _quantiles(each)}
+
+
+def _quantiles(of: Sequence[float]) -> dict[str, float]:
+    """Return the median, the 99th percentile and the greatest of what is sorted."""
+    if not of:
         return {}
-    return {
-        "first_node_p50": first[len(first) // 2],
-        "p50": found[len(found) // 2],
-        "p99": found[min(len(found) - 1, int(len(found) * 0.99))],
-        "max": found[-1],
-    }
+    return {"p50": of[len(of) // 2], "p99": of[min(len(of) - 1, int(len(of) * 0.99))], "max": of[-1]}
 
 
 def show(figures: dict[str, Any]) -> None:
@@ -185,15 +193,20 @@ def show(figures: dict[str, Any]) -> None:
         f"{figures['every_s']:g} s, {figures['machine']['cpus']} CPUs for all"
     )
     print(f"came in {figures['arrival_s']:.1f} s, attempt applied in {figures['opening_s']:.1f} s")
-    for name in ("protected_s", "ready_s"):
-        quantiles = ", ".join(f"{what} {value:.3f} s" for what, value in figures[name].items())
-        print(f"{name.removesuffix('_s'):10} {quantiles or 'not measured'}")
+    for name in ("protected", "ready"):
+        for until, quantiles in figures[f"{name}_s"].items():
+            print(f"{name} {until:20} {_shown(quantiles)}")
+    print(f"{'the fleet was late':28} {_shown(figures['fleet_late_s'])}")
     for name, used in figures["processes"].items():
         print(f"{name:12} {used['cores']:.2f} cores, {used['rss_mib']:.0f} MiB now, {used['peak_mib']:.0f} MiB at most")
     for line in figures["warnings"][:20]:
         print(line[:300])
     for what, count in figures["per_second"].items():
         print(f"{what:28} {count:14.1f} / s")
+
+
+def _shown(quantiles: dict[str, float]) -> str:
+    return ", ".join(f"{what} {value:.3f} s" for what, value in quantiles.items()) or "not measured"
 
 
 def _tell(text: str) -> None:

@@ -56,6 +56,7 @@ class Roll:
 
     job_uid: str
     nodes: dict[str, Node] = field(default_factory=dict)
+    """By name, in the order of the names."""
     newcomers: dict[str, Inventory] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
     over: set[str] = field(default_factory=set)
@@ -155,6 +156,8 @@ class Roll:
     def _put(self, node: Node) -> None:
         before = self.nodes.get(node.name)
         self.nodes[node.name], self._listed = node, None
+        if before is None:
+            self.nodes = dict(sorted(self.nodes.items()))
         if before is None or before.alive != node.alive or before.inventory is not node.inventory:
             self.told.add(node.name)
             about_to_end = any(state.ask is not None or state.extra_step for state in node.inventory.ranks)
@@ -169,7 +172,7 @@ class Roll:
     def all(self) -> tuple[Node, ...]:
         """Return all nodes that were ever heard in this reign, by name."""
         if self._listed is None:
-            self._listed = tuple(node for _, node in sorted(self.nodes.items()))
+            self._listed = tuple(self.nodes.values())
         return self._listed
 
 

@@ -7,6 +7,7 @@ import contextlib
 import logging
 import os
 import signal
+import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
@@ -30,6 +31,8 @@ from toprope.store.objects.protocol import ObjectStore
 
 STORE_THREADS = 32
 """A store answers many requests at once, and each waits for its answer in a thread."""
+THREAD_TURN_S = 0.0002
+"""So long a thread of the store may keep the loop waiting: by the usual 5 ms many at once hold up what is heard."""
 _OPEN_AGAIN_S = 2.0
 _SAY_AGAIN_S = 30.0
 _LOG = logging.getLogger("toprope.coordinator")
@@ -43,6 +46,7 @@ async def run(config: Config, wrap: Wrap = unwrapped) -> None:
         CkptError: it can't start, or the log or what it names is not what it should be.
     """
     give_back_large_buffers()
+    sys.setswitchinterval(THREAD_TURN_S)
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)

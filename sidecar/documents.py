@@ -7,6 +7,7 @@ import contextlib
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
+from toprope.coordinator.pacing import until_turn_s
 from toprope.coordinator.wire import TIERS, Desired, Inventory, Skip
 from toprope.sidecar import events as on
 from toprope.sidecar import metrics
@@ -93,9 +94,10 @@ class Documents:
             changed, newest = self._changed, self._core.published
             if newest is None or newest.version == self._broker_version:
                 await changed.wait()
-            elif await self._broker.publish_inventory(newest):
+                continue
+            newest = await self._in_turn(newest)
+            if await self._broker.publish_inventory(newest):
                 self._broker_version = newest.version
-                await self._pause()
             else:
                 await asyncio.sleep(RETRY_S)
 
@@ -103,10 +105,14 @@ class Documents:
         desired = self._core.desired
         return desired.report_every_s if desired is not None else 0.0
 
-    async def _pause(self) -> None:
-        """Wait, in a large job, so that the inventories of all nodes together are not too many to read."""
-        if self._report_every_s():
-            await asyncio.sleep(self._report_every_s())
+    async def _in_turn(self, newest: Inventory) -> Inventory:
+        """Return the newest inventory when it may be told: in a large job in the node's turn, in a small one now."""
+        wait_s = until_turn_s(self._report_every_s(), node=newest.node, now_s=asyncio.get_running_loop().time())
+        if not wait_s:
+            return newest
+        await asyncio.sleep(wait_s)
+        assert self._core.published is not None
+        return self._core.published
 
     async def report(self) -> None:
         """Tell the coordinator by HTTP what no broker takes: at once without one, after a second with a slow one."""
@@ -123,10 +129,10 @@ class Documents:
                 await asyncio.sleep(HTTP_REPORT_AFTER_S + self._report_every_s())
                 if self._broker_version >= newest.version:
                     continue
+            newest = await self._in_turn(newest)
             with self._asking():
                 self.take_desired(await self._coordinator.put_inventory(newest))
                 reported = newest.version
-                await self._pause()
             if reported != newest.version:
                 await asyncio.sleep(RETRY_S)
 

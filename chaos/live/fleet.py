@@ -13,37 +13,37 @@ import heapq
 import itertools
 import random
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 import aiohttp
-import aiomqtt
 import msgspec
 from aiohttp import web
 
+from toprope.chaos.live.fleet_mqtt import FleetMqtt
 from toprope.chaos.live.fleet_node import LAUNCH, Node
 from toprope.coordinator.adapters.http import served
+from toprope.coordinator.pacing import until_turn_s
 from toprope.coordinator.settings import Address
 from toprope.coordinator.wire import (
     MAX_DESIRED_BYTES,
     Copy,
     Desired,
-    Inventory,
     Member,
     OpenAnswer,
     OpenRequest,
     Presence,
     RankVerdict,
     ReadBack,
-    Tier,
     decode,
     encode,
 )
 from toprope.sidecar.documents import HTTP_CHECK_ROUNDS, RETRY_S
 
 NODES_A_RACK = 16
+READ = "read back"
 HASHED, PULLED, LOCAL, STORED, READ_BACK = 0.15, 0.2, 0.3, 0.4, 0.2
 """At most such a part of the time between snapshots after the one before it each of these is done, at random."""
 
@@ -52,7 +52,7 @@ HASHED, PULLED, LOCAL, STORED, READ_BACK = 0.15, 0.2, 0.3, 0.4, 0.2
 class Step:
     """How far a step has come: what is still to be told, when the last of it was, and when each node first knew."""
 
-    missing: set[tuple[Tier | str, int]]
+    missing: set[tuple[str, int]]
     told_s: float = 0.0
     known_s: dict[str, float] = field(default_factory=dict)
 
@@ -83,10 +83,14 @@ class Fleet:
         self.ready: dict[int, Step] = {}
         self._store = store
         self._rng = random.Random(seed)
-        self._queues: list[asyncio.Queue[Node]] = [asyncio.Queue() for _ in range(connections)]
+        self.late_s: list[float] = []
+        """How late each thing that was due was done: what is measured is no better than that."""
+        self._connections = connections
+        self._clients: list[FleetMqtt] = []
         self._todo: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = itertools.count()
         self._holders: dict[str, str] = {}
+        self._receipts: dict[tuple[int, int], Copy] = {}
         self._news = asyncio.Event()
 
     # --- running -------------------------------------------------------------------------------------------------
@@ -100,17 +104,36 @@ class Fleet:
             for node in self.nodes.values():
                 node.url = f"{url}/{node.name}"
             self._session, self._coordinator = session, coordinator
-            async with asyncio.TaskGroup() as tasks:
-                loops = [tasks.create_task(self._watch(broker))]
-                ready = [asyncio.Event() for _ in self._queues]
-                for number, _ in enumerate(self._queues):
-                    loops.append(tasks.create_task(self._speak(number, broker, ready[number])))
-                for event in ready:
-                    await event.wait()
-                loops += [tasks.create_task(self._do()), tasks.create_task(self._check())]
+            async with self._connected(broker), asyncio.TaskGroup() as tasks:
+                loops = [tasks.create_task(loop) for loop in (self._do(), self._check(), self._listen())]
                 yield
                 for loop in loops:
                     loop.cancel()
+
+    @contextlib.asynccontextmanager
+    async def _connected(self, broker: Address) -> AsyncIterator[None]:
+        """Have each node hear its documents, and one connection more the whole, as a standby coordinator does."""
+        async with contextlib.AsyncExitStack() as stack:
+            for number in range(self._connections):
+                client = await FleetMqtt.connected(broker, identifier=f"fleet-{number}", hear=self._hear)
+                stack.callback(client.close)
+                self._clients.append(client)
+                mine = [f"{self._topic(node)}/desired" for node in self.nodes.values() if node.client == number]
+                for at in range(0, len(mine), 64):
+                    await client.subscribe(mine[at : at + 64])
+            watch = await FleetMqtt.connected(
+                broker, identifier="fleet-watch", hear=lambda _, body: self._count("whole document", len(body))
+            )
+            stack.callback(watch.close)
+            await watch.subscribe([f"toprope/{self.job}/desired"])
+            self._clients.append(watch)
+            yield
+
+    async def _listen(self) -> None:
+        """End with an error when a connection is lost."""
+        lost, _ = await asyncio.wait([client.lost for client in self._clients], return_when=asyncio.FIRST_COMPLETED)
+        for one in lost:
+            await one
 
     async def wait(self, done: Callable[[], bool], *, what: str, timeout_s: float) -> None:
         """Return once something is so.
@@ -126,49 +149,27 @@ class Fleet:
         except TimeoutError as error:
             raise TimeoutError(f"{what}: not after {timeout_s:.0f} s") from error
 
-    async def _watch(self, broker: Address) -> None:
-        """Hear the whole document, as a coordinator that stands by does, to know what it weighs."""
-        async with aiomqtt.Client(broker.host, broker.port, identifier="fleet-watch") as client:
-            await client.subscribe(f"toprope/{self.job}/desired", qos=1)
-            async for message in client.messages:
-                self._count("whole document", len(bytes(message.payload)))
-
-    async def _speak(self, number: int, broker: Address, ready: asyncio.Event) -> None:
-        """Serve one connection: what its nodes have to say goes up, what they are told comes down."""
-        mine = [node for node in self.nodes.values() if node.client == number]
-        identifier = f"fleet-{number}"
-        async with (
-            aiomqtt.Client(broker.host, broker.port, identifier=identifier, max_inflight_messages=20) as client,
-            asyncio.TaskGroup() as tasks,
-        ):
-            for at in range(0, len(mine), 64):
-                await client.subscribe([(f"{self._topic(node)}/desired", 1) for node in mine[at : at + 64]])
-            tasks.create_task(self._publish(client, self._queues[number]))
-            ready.set()
-            async for message in client.messages:
-                self._hear(str(message.topic).split("/")[-2], bytes(message.payload))
-
-    async def _publish(self, client: aiomqtt.Client, queue: asyncio.Queue[Node]) -> None:
-        while True:
-            node = await queue.get()
-            if node.published_s == 0.0:
-                presence = Presence(node=node.name, boot_id=node.identity, incarnation=node.identity, alive=True)
-                await client.publish(f"{self._topic(node)}/presence", encode(presence), qos=1, retain=True)
-            node.queued = False
-            inventory = node.inventory()
-            body = encode(inventory)
-            node.published_s = _now_s()
-            self._note_told(inventory)
-            await client.publish(f"{self._topic(node)}/inventory", body, qos=1, retain=True)
-            self._count("inventory", len(body))
+    def _publish(self, node: Node) -> None:
+        client = self._clients[node.client]
+        if node.published_s == 0.0:
+            presence = Presence(node=node.name, boot_id=node.identity, incarnation=node.identity, alive=True)
+            client.publish(f"{self._topic(node)}/presence", encode(presence))
+        node.queued = False
+        body = encode(node.inventory())
+        node.published_s = _now_s()
+        client.publish(f"{self._topic(node)}/inventory", body)
+        self._note_told(node)
+        self._count("inventory", len(body))
 
     def _topic(self, node: Node) -> str:
         return f"toprope/{self.job}/nodes/{node.name}"
 
     async def _do(self) -> None:
         while True:
-            while self._todo and self._todo[0][0] <= _now_s():
-                heapq.heappop(self._todo)[2]()
+            while self._todo and self._todo[0][0] <= (now_s := _now_s()):
+                due_s, _, work = heapq.heappop(self._todo)
+                self.late_s.append(now_s - due_s)
+                work()
             await asyncio.sleep(0.005)
 
     async def _check(self) -> None:
@@ -191,6 +192,7 @@ class Fleet:
 
     async def _tell_again(self, node: Node) -> None:
         body = encode(node.inventory())
+        self._note_told(node)
         self._count("inventory by HTTP", len(body))
         async with self._session.put(f"{self._coordinator}/v1/nodes/{node.name}/inventory", data=body) as answer:
             self._answered(node, answer.status, await answer.read())
@@ -211,9 +213,9 @@ class Fleet:
 
     # --- what nodes do ---------------------------------------------------------------------------------------------
 
-    def _hear(self, name: str, body: bytes) -> None:
+    def _hear(self, topic: str, body: bytes) -> None:
         self._count("desired", len(body))
-        self._take(self.nodes[name], decode(body, Desired, limit=MAX_DESIRED_BYTES))
+        self._take(self.nodes[topic.split("/")[-2]], decode(body, Desired, limit=MAX_DESIRED_BYTES))
 
     def _take(self, node: Node, desired: Desired) -> None:
         before = node.desired
@@ -250,6 +252,8 @@ class Fleet:
 
     def _read_back(self, node: Node, done: ReadBack) -> None:
         node.read_backs[done.key] = done
+        *_, step, file = done.key.split("/")  # s000000010/rank-00003-of-...
+        node.news.append((READ, int(file.split("-")[1]), int(step[1:])))
         self._say(node)
 
     def _after(self, part: float, work: Callable[[], None]) -> None:
@@ -264,27 +268,19 @@ class Fleet:
         if node.queued:
             return
         node.queued = True
-        due_s = node.published_s + node.desired.report_every_s
-        queue = self._queues[node.client]
-        if due_s <= _now_s():
-            queue.put_nowait(node)
-        else:
-            heapq.heappush(self._todo, (due_s, next(self._numbers), lambda: queue.put_nowait(node)))
-
-    def _note_told(self, inventory: Inventory) -> None:
         now_s = _now_s()
-        for copy in inventory.copies:
+        due_s = now_s + until_turn_s(node.desired.report_every_s, node=node.name, now_s=now_s)
+        heapq.heappush(self._todo, (due_s, next(self._numbers), lambda: self._publish(node)))
+
+    def _note_told(self, node: Node) -> None:
+        now_s = _now_s()
+        for what, rank, number in node.news:
             for steps in (self.protected, self.ready):
-                step = steps.get(copy.step)
-                if step is not None and (copy.tier, copy.rank) in step.missing:
-                    step.missing.discard((copy.tier, copy.rank))
+                step = steps.get(number)
+                if step is not None and (what, rank) in step.missing:
+                    step.missing.discard((what, rank))
                     step.told_s = now_s
-        for done in inventory.read_backs:
-            rank = int(done.key.rpartition("rank-")[2][:5])
-            for step in self.ready.values():
-                if ("read back", rank) in step.missing:
-                    step.missing.discard(("read back", rank))
-                    step.told_s = now_s
+        node.news.clear()
 
     # --- what a measurement does -----------------------------------------------------------------------------------
 
@@ -335,16 +331,21 @@ class Fleet:
             lambda: all(_phase(one) == "applied" for one in self.nodes.values()), what="applied", timeout_s=120
         )
 
+    def prepare(self, step: int) -> None:
+        """Write the indexes of a step that will be stored: in a job that is the work of all its nodes."""
+        for node in self.nodes.values():
+            for rank in node.ranks:
+                self._receipts[step, rank] = node.stored(step, rank, store=self._store)
+
     def snapshot(self, step: int, *, local: bool, store: bool) -> None:
-        """Let all ranks seal a step, and all that follows come about."""
+        """Let all ranks seal a step, and all that follows come about; what is to be stored was prepared."""
         some = next(iter(self.nodes.values())).desired
         assert some is not None
         assert some.attempt is not None
-        every: Sequence[Tier | str] = ("memory", "peer")
         ranks = range(self.world)
-        self.protected[step] = Step({(tier, rank) for tier in every for rank in ranks})
+        self.protected[step] = Step({(tier, rank) for tier in ("memory", "peer") for rank in ranks})
         if store:
-            self.ready[step] = Step({(what, rank) for what in ("object", "read back") for rank in ranks})
+            self.ready[step] = Step({(what, rank) for what in ("object", READ) for rank in ranks})
         for node in self.nodes.values():
             self._holders.update(
                 {place.owner: place.holder for place in (node.desired.placement if node.desired is not None else ())}
@@ -361,8 +362,7 @@ class Fleet:
         if local:
             self._after(LOCAL, lambda: self._list(node, node.copy(step, rank, "local")))
         if store:
-            stored = node.stored(step, rank, store=self._store)
-            self._after(STORED, lambda: self._list(node, stored))
+            self._after(STORED, lambda: self._list(node, self._receipts[step, rank]))
 
     def _list(self, node: Node, copy: Copy) -> None:
         node.hold(copy)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -48,9 +49,12 @@ class Node:
     states: dict[int, RankState] = field(default_factory=dict)
     copies: dict[tuple[Tier, int, int], Copy] = field(default_factory=dict)
     read_backs: dict[str, ReadBack] = field(default_factory=dict)
+    news: list[tuple[str, int, int]] = field(default_factory=list)
+    """What it has come to hold or has read back, the rank and the step, since it has told of it."""
     version: int = 0
     queued: bool = False
     published_s: float = 0.0
+    _steps: dict[tuple[Tier, int], list[int]] = field(default_factory=dict)
 
     @property
     def identity(self) -> str:
@@ -88,9 +92,13 @@ class Node:
     def hold(self, copy: Copy) -> None:
         """List a copy, and no longer what gives way to it."""
         self.copies[copy.tier, copy.rank, copy.step] = copy
-        of_rank = sorted(at for at in self.copies if at[:2] == (copy.tier, copy.rank))
-        for old in of_rank[: -KEPT[copy.tier]]:
-            del self.copies[old]
+        self.news.append((copy.tier, copy.rank, copy.step))
+        steps = self._steps.setdefault((copy.tier, copy.rank), [])
+        if copy.step not in steps:
+            bisect.insort(steps, copy.step)
+        for old in steps[: -KEPT[copy.tier]]:
+            del self.copies[copy.tier, copy.rank, old]
+        del steps[: -KEPT[copy.tier]]
 
     def stand(self, rank: int, step: int, verdict: RankVerdict | None) -> None:
         """Let a rank have come to a step; without a verdict it keeps the one that it had."""

@@ -22,7 +22,8 @@ def test_every_node_of_many_knows_what_is_protected_and_what_is_ready(
     words = ["--nodes", "150", "--ranks-per-node", "2", "--every", "0.8", "--snapshots", "4", "--object-every", "4"]
     figures = scale.measure(scale.parser().parse_args(words), tmp_path)  # it waits until each node knows each decision
     assert (figures["nodes"], figures["ranks"]) == (150, 300)
-    assert set(figures["protected_s"]) == set(figures["ready_s"]) == {"first_node_p50", "p50", "p99", "max"}
+    for kind in ("protected_s", "ready_s"):
+        assert 0.0 < figures[kind]["decided"]["p50"] <= figures[kind]["known"]["max"]
     assert [line for line in figures["warnings"] if "given no attempt: unavailable" not in line] == []
     per_node = figures["per_second"]["desired bytes"] / figures["per_second"]["desired"]
     assert per_node < 3000 < figures["per_second"]["whole document bytes"] / figures["per_second"]["whole document"]

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from tests.support.core_driver import Driver
 
 from toprope.chaos.sim.loop import SimLoop
+from toprope.coordinator.pacing import until_turn_s
 from toprope.coordinator.wire import Desired, Inventory, OpenAnswer, OpenRequest
 from toprope.sidecar.documents import HTTP_CHECK_ROUNDS, RETRY_S, Documents
 from toprope.sidecar.shouts import Shouts
@@ -60,6 +61,34 @@ def test_what_a_broker_acknowledged_and_dropped_is_heard_all_the_same() -> None:
         assert coordinator.heard == [driver.core.published.version]
         for task in loops:
             task.cancel()
+    finally:
+        loop.drain()
+        loop.close()
+
+
+def test_in_a_large_job_a_node_tells_what_is_new_in_its_turn_and_then_the_newest() -> None:
+    driver = Driver()
+    driver.train()
+    driver.want(report_every_s=2.0)
+    broker, coordinator = Dropping(), Hearing(driver.desired)
+    documents = Documents(driver.core, coordinator=coordinator, broker=broker, post=lambda _: None, shouts=Shouts())
+    loop = SimLoop(random.Random(1))
+    try:
+        publishing = loop.create_task(documents.publish())
+        turn_s = until_turn_s(2.0, node="a", now_s=loop.time())
+        loop.run_until_complete(asyncio.sleep(turn_s - 0.05))
+        assert broker.given == []
+        driver.snapshot(0, 1)
+        assert driver.core.published is not None
+        loop.run_until_complete(asyncio.sleep(0.1))
+        assert broker.given == [driver.core.published.version]
+        driver.snapshot(1, 2)
+        documents.on_publish(driver.core.published)
+        loop.run_until_complete(asyncio.sleep(1.8))
+        assert len(broker.given) == 1
+        loop.run_until_complete(asyncio.sleep(0.2))
+        assert broker.given[1:] == [driver.core.published.version]
+        publishing.cancel()
     finally:
         loop.drain()
         loop.close()
