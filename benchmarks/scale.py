@@ -132,6 +132,8 @@ async def _measured(
         stored = [number for number in range(1, options.snapshots + 1) if number % options.object_every == 0]
         for number in stored:
             fleet.prepare(number * STEPS)
+        await asyncio.to_thread(os.sync)  # a node that lists a receipt has brought its object to the disk
+        await asyncio.sleep(options.every)
         opening = Usage.of(pids["coordinator"])
         fleet.counts.clear()
         fleet.late_s.clear()

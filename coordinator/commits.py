@@ -34,6 +34,7 @@ class Book(NamedTuple):
 
     receipts: tuple[Receipt, ...]
     others: tuple[Receipt, ...]
+    stored_bytes: int
 
     @property
     def written(self) -> tuple[Receipt, ...]:
@@ -233,7 +234,7 @@ class Commits:
         book = self._book(self.under_way)
         if book is None:
             return ()
-        each = sum(receipt.copy.stored_bytes for receipt in book.written) / max(1, len(readers))
+        each = book.stored_bytes / max(1, len(readers))
         slow = now_s - self.under_way_since_s >= self.read_back_deadline_s + each / LEAST_READ_BYTES_PER_S
         by = (book, () if slow else tuple(readers))
         if by != self._assigned[0]:
@@ -259,7 +260,9 @@ class Commits:
         if not all(usable):
             return None
         receipts = tuple(min(of_rank, key=lambda one: one.copy.key) for of_rank in usable)
-        return Book(receipts=receipts, others=self._rested_on(receipts))
+        others = self._rested_on(receipts)
+        stored_bytes = sum(one.copy.stored_bytes for one in (*receipts, *others))
+        return Book(receipts=receipts, others=others, stored_bytes=stored_bytes)
 
     def _rested_on(self, receipts: Sequence[Receipt]) -> tuple[Receipt, ...]:
         """Return the receipts of the same step that these rest on and that are not among them."""

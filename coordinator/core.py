@@ -413,10 +413,7 @@ class Core:
     def _steer_commit(self, now_s: float) -> list[Effect]:
         if self.provisional:
             return []  # READY needs the log
-        return self.commits.steer(last_step=self.log_view.state.last_step, readers=self._readers(), now_s=now_s)
-
-    def _readers(self) -> list[str]:
-        return [node.name for node in self.roll.alive()]
+        return self.commits.steer(last_step=self.log_view.state.last_step, readers=self.roll.alive_names(), now_s=now_s)
 
     def _steer_desired(self, now_s: float) -> list[Effect]:
         effects = self._steer_placement()
@@ -435,7 +432,7 @@ class Core:
             keep=keep,
             dropped=self._dropped(safety),
             read_backs=tuple(
-                task for task in self.commits.tasks(readers=self._readers(), now_s=now_s) if task.node != HERE
+                task for task in self.commits.tasks(readers=self.roll.alive_names(), now_s=now_s) if task.node != HERE
             ),
             aim=self._steer_aim(safety, now_s),
             protected_step=protected_step,

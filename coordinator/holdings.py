@@ -200,36 +200,43 @@ def _move(newest: dict[int, int], old: int, new: int) -> None:
 
 def _rank(said: Collection[_Said]) -> _Rank:
     """Put together what all nodes say of a rank. Thousands of these are done each second: hence the plain loops."""
-    own, others, digests = dict[int, list[Domain]](), dict[int, list[Domain]](), dict[int, str]()
-    skipped, stored, gone_by = set[int](), set[int](), list[tuple[int, dict[int, str]]]()
-    for one in said:
-        for held, domains in (one.memory, own), (one.peer, others):
-            for step, digest in held.items():
-                domains.setdefault(step, []).append(one.domain)
-                if digests.setdefault(step, digest) != digest:
-                    digests[step] = ""
-        if one.peer:
-            gone_by.append((max(one.peer), one.peer))
-        skipped |= one.skipped
-        stored |= one.stored
-    newest_memory, newest_peer = max(own, default=0), max(others, default=0)
-    stands = {}
-    for step in skipped.union(stored, digests):
-        agreed, mine = digests.get(step, "") != "", own.get(step)
-        passed = False
-        for reached, held in gone_by:
-            passed = passed or (reached > step and step not in held)
-        stands[step] = Stand(
-            listed=step in digests,
-            copies=_apart(mine, others.get(step, ())) if mine and agreed else -1,
-            agreed=agreed,
-            stored=step in stored,
-            lost=not mine and (newest_memory > step or step in skipped),
-            gone_on=newest_memory > step,
-            passed=passed,
-            passing=newest_peer > step,
-        )
-    return _Rank(stands=stands, newest_memory=newest_memory, newest_peer=newest_peer)
+    steps, newest_memory, newest_peer = set[int](), 0, 0
+    for _, memory, peer, stored, skipped in said:
+        steps.update(memory, peer, stored, skipped)
+        newest_memory = max(newest_memory, *memory) if memory else newest_memory
+        newest_peer = max(newest_peer, *peer) if peer else newest_peer
+    return _Rank(
+        stands={step: _stand(step, said, newest_memory, newest_peer) for step in steps},
+        newest_memory=newest_memory,
+        newest_peer=newest_peer,
+    )
+
+
+def _stand(step: int, said: Collection[_Said], newest_memory: int, newest_peer: int) -> Stand:
+    own, others, digests = list[Domain](), list[Domain](), set[str]()
+    is_stored = is_skipped = passed = False
+    for domain, memory, peer, stored, skipped in said:
+        if step in memory:
+            own.append(domain)
+            digests.add(memory[step])
+        if step in peer:
+            others.append(domain)
+            digests.add(peer[step])
+        elif peer and newest_peer > step:
+            passed = passed or max(peer) > step
+        is_stored = is_stored or step in stored
+        is_skipped = is_skipped or step in skipped
+    agreed = len(digests) == 1 and "" not in digests
+    return Stand(
+        bool(digests),
+        _apart(own, others) if own and agreed else -1,
+        agreed,
+        is_stored,
+        not own and (newest_memory > step or is_skipped),
+        newest_memory > step,
+        passed,
+        newest_peer > step,
+    )
 
 
 def _apart(own: Sequence[Domain], others: Sequence[Domain]) -> int:

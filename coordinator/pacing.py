@@ -13,11 +13,11 @@ from collections.abc import Sequence
 SHARE = 0.1
 """Deciding anew takes at most this part of the time, unless news would wait for it longer than ``WAIT_S_MAX``."""
 WAIT_S_MAX = 0.5
-REPORTS_PER_S = 1024
-"""So many inventories take half of a processor to read and take in, which leaves time to think of them."""
+REPORTS_PER_S = 512
+"""So many inventories take half of a processor at most to read and take in, which leaves time to think of them."""
 AT_ONCE_NODES = 128
 """So few nodes never wait: they don't all have something to say at once."""
-SILENT_ROUNDS = 10
+SILENT_ROUNDS = 5
 """Beside ``silence_s``, a node may say nothing for so many times ``report_every_s`` before it is asked."""
 PROBES_MAX = 64
 """So many silent nodes are asked at once at most; if there are more, the next ones ``PROBE_EVERY_S`` later."""

@@ -22,6 +22,7 @@ class Placing:
         self.plan: Plan = place((), before={}, copies=copies)
         self._before: Holders = {}
         self._sites: tuple[Site, ...] = ()
+        self._placements: tuple[Placement, ...] | None = ()
         self._seen: tuple[int, Iterable[Member]] | None = None
 
     def remember(self, placements: Iterable[Placement]) -> None:
@@ -29,7 +30,7 @@ class Placing:
         before: Holders = {}
         for one in placements:
             before[one.owner] = (*before.get(one.owner, ()), one.holder)
-        self._before, self._sites, self._seen = before, (), None
+        self._before, self._sites, self._seen, self._placements = before, (), None, None
 
     def steer(self, nodes: Sequence[Node], world: Iterable[Member], *, moves: int) -> list[Told]:
         """Place anew if anything has changed for it among the living ``nodes``; return what people should know.
@@ -47,7 +48,7 @@ class Placing:
         sites = tuple(_site(node, ranks=ranks[node.name]) for node in nodes)
         if sites == self._sites:
             return []
-        old, self._sites = self.plan, sites
+        old, self._sites, self._placements = self.plan, sites, None
         self.plan = place(sites, before=self._before, copies=self.copies)
         self._before = self.plan.holders
         return self._told(old)
@@ -68,12 +69,14 @@ class Placing:
 
     def placements(self) -> tuple[Placement, ...]:
         """Return the placement as the document has it."""
-        urls = {site.node: site.url for site in self._sites}
-        return tuple(
-            Placement(owner=owner, holder=holder, url=urls[owner])
-            for owner, holders in self.plan.holders.items()
-            for holder in holders
-        )
+        if self._placements is None:
+            urls = {site.node: site.url for site in self._sites}
+            self._placements = tuple(
+                Placement(owner=owner, holder=holder, url=urls[owner])
+                for owner, holders in self.plan.holders.items()
+                for holder in holders
+            )
+        return self._placements
 
 
 def _site(node: Node, *, ranks: int) -> Site:

@@ -68,6 +68,9 @@ class Roll:
     moves: int = 0
     """Grows with each change of who is alive and where."""
     _listed: tuple[Node, ...] | None = None
+    _alive: tuple[Node, ...] | None = None
+    _alive_names: tuple[int, tuple[str, ...]] = (-1, ())
+    """By ``moves``."""
 
     def hear(self, inventory: Inventory, *, now_s: float, live: bool) -> Heard:
         """Take in a document. ``live``: its sender was there just now (it came by HTTP), whatever its version."""
@@ -155,7 +158,7 @@ class Roll:
 
     def _put(self, node: Node) -> None:
         before = self.nodes.get(node.name)
-        self.nodes[node.name], self._listed = node, None
+        self.nodes[node.name], self._listed, self._alive = node, None, None
         if before is None:
             self.nodes = dict(sorted(self.nodes.items()))
         if before is None or before.alive != node.alive or before.inventory is not node.inventory:
@@ -167,7 +170,15 @@ class Roll:
 
     def alive(self) -> tuple[Node, ...]:
         """Return the nodes believed alive, by name."""
-        return tuple(node for node in self.all() if node.alive)
+        if self._alive is None:
+            self._alive = tuple(node for node in self.all() if node.alive)
+        return self._alive
+
+    def alive_names(self) -> tuple[str, ...]:
+        """Return the names of the nodes believed alive, in their order."""
+        if self._alive_names[0] != self.moves:
+            self._alive_names = self.moves, tuple(node.name for node in self.alive())
+        return self._alive_names[1]
 
     def all(self) -> tuple[Node, ...]:
         """Return all nodes that were ever heard in this reign, by name."""

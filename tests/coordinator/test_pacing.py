@@ -27,8 +27,8 @@ def test_decisions_take_a_tenth_of_the_time_and_nobody_waits_longer_than_half_a_
 
 def test_a_small_job_reports_at_once_and_a_large_one_as_often_as_can_be_read() -> None:
     assert report_every_s(8) == report_every_s(127) == 0.0
-    assert report_every_s(2048) == report_every_s(2100) == 2.0
-    assert report_every_s(4096) == 4.0
+    assert report_every_s(2048) == report_every_s(2100) == 4.0
+    assert report_every_s(4096) == 8.0
 
 
 def test_each_node_of_a_large_job_has_a_turn_of_its_own_and_they_lie_evenly() -> None:
