@@ -16,7 +16,7 @@ from toprope.store.errors import CorruptObjectError
 from toprope.store.log.records import Ready
 from toprope.store.names import manifest_key
 
-READ_AT_ONCE = 32
+READ_AT_ONCE = 64
 
 
 class Committer:

@@ -10,9 +10,8 @@ import secrets
 from collections.abc import Callable, Sequence
 
 import aiomqtt
-import msgspec
 
-from toprope.coordinator.extracts import Extracts
+from toprope.coordinator.extracts import Extracts, is_news
 from toprope.coordinator.ports import Document
 from toprope.coordinator.settings import Address
 from toprope.coordinator.wire import (
@@ -95,7 +94,7 @@ class Mqtt:
         if self._extracts is None:
             return
         extract, told = self._extracts.of(node), self._nodes.get(node)
-        if told is not None and msgspec.structs.replace(extract, version=told.version) == told:
+        if told is not None and not is_news(extract, told):
             return
         await client.publish(f"toprope/{self._job}/nodes/{node}/desired", encode(extract), qos=0, retain=True)
         self._nodes[node] = extract

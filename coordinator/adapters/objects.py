@@ -7,7 +7,9 @@ import contextlib
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
+from functools import partial
 
+from toprope.coordinator.adapters.bulk import Bulk
 from toprope.coordinator.basing import base_shards, shards_there
 from toprope.store.checkpoint.manifest import MAX_INDEX_BYTES, Index, Manifest, Shard, sha256
 from toprope.store.checkpoint.ready import index_body, index_of_body, read_capped, read_manifest
@@ -74,6 +76,7 @@ class ThreadedStore:
     def __init__(self, store: ObjectStore) -> None:
         self._store = store
         self._bodies = IndexBodies()
+        self._indexes = Bulk(partial(read_capped, store, limit=MAX_INDEX_BYTES, uncached=True))
 
     async def create_record(self, key: Key, body: bytes) -> None:
         """Create a record of the log."""
@@ -100,7 +103,7 @@ class ThreadedStore:
 
     async def read_index(self, key: Key) -> bytes:
         """Return an index as the medium has it."""
-        body = await asyncio.to_thread(read_capped, self._store, key, limit=MAX_INDEX_BYTES, uncached=True)
+        body = await self._indexes.of(key)
         self._bodies.keep(body)
         return body
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from msgspec import structs
 from tests.support.reigns import JOB
 
-from toprope.coordinator.extracts import Extracts
+from toprope.coordinator.extracts import Extracts, is_news
 from toprope.coordinator.wire import (
     AttemptView,
     Cadence,
@@ -97,3 +98,13 @@ def test_all_extracts_together_are_not_longer_than_a_few_wholes_however_many_nod
         return sum(len(encode(extracts.of(f"n{one}"))) for one in range(nodes)) / nodes
 
     assert told(200) < 1.1 * told(20)
+
+
+def test_it_is_no_news_to_a_node_that_its_tasks_are_done_but_all_else_is() -> None:
+    told = Extracts(WHOLE).of("a")
+    done = structs.replace(told, version=8, read_backs=())
+    assert not is_news(done, told)
+    assert is_news(told, done), "a task more"
+    assert is_news(structs.replace(done, protected_step=50), told)
+    other = ReadBackTask(node="a", key="other", bytes=1, digest="0d" * 16)
+    assert is_news(structs.replace(told, read_backs=(other,)), told)
