@@ -30,6 +30,7 @@ class Bulk(Generic[A, B]):
         self._call = call
         self._mutex = threading.Lock()
         self._wanted: deque[tuple[A, asyncio.Future[B]]] = deque()
+        self._working: set[asyncio.Future[None]] = set()
         self._threads = 0
         self._takes_s = 0.0
 
@@ -42,7 +43,9 @@ class Bulk(Generic[A, B]):
             begin = self._threads < self._threads_wanted()
             self._threads += begin
         if begin:
-            loop.run_in_executor(None, self._work, loop)
+            working = loop.run_in_executor(None, self._work, loop)
+            self._working.add(working)
+            working.add_done_callback(self._working.discard)
         return await answer
 
     def _threads_wanted(self) -> int:
