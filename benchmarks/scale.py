@@ -37,7 +37,7 @@ LOCAL_EVERY = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
-    """What a process has used so far, and its memory."""
+    """What a process and its children have used so far, and their memory."""
 
     cpu_s: float
     rss_mib: float
@@ -45,15 +45,20 @@ class Usage:
 
     @staticmethod
     def of(pid: int) -> Usage:
-        """Read it from /proc."""
+        """Read it from /proc; of this process without its children, which are measured themselves."""
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
         ticks = int(fields[11]) + int(fields[12])
+        children = [Usage.of(int(child)) for child in _children(pid) if pid != os.getpid()]
         return Usage(
-            cpu_s=ticks / os.sysconf("SC_CLK_TCK"),
-            rss_mib=int(status["VmRSS"].split()[0]) / 1024,
-            peak_mib=int(status["VmHWM"].split()[0]) / 1024,
+            cpu_s=ticks / os.sysconf("SC_CLK_TCK") + sum(child.cpu_s for child in children),
+            rss_mib=int(status["VmRSS"].split()[0]) / 1024 + sum(child.rss_mib for child in children),
+            peak_mib=int(status["VmHWM"].split()[0]) / 1024 + sum(child.peak_mib for child in children),
         )
+
+
+def _children(pid: int) -> list[str]:
+    return [child for of in Path(f"/proc/{pid}/task").glob("*/children") for child in of.read_text().split()]
 
 
 def parser() -> argparse.ArgumentParser:

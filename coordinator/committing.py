@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from toprope.coordinator.intents import CommitStep, fault_of, index_keys, make_manifest, make_ready, stands_alone
+from toprope.coordinator.intents import CommitStep, fault_of, index_key_of, make_manifest, make_ready, stands_alone
 from toprope.coordinator.log import Log
 from toprope.coordinator.ports import StorePort
 from toprope.store.checkpoint import manifest
@@ -16,7 +16,9 @@ from toprope.store.errors import CorruptObjectError
 from toprope.store.log.records import Ready
 from toprope.store.names import manifest_key
 
-READ_AT_ONCE = 64
+READ_AT_ONCE = 32
+PORTION, PORTIONS_AT_ONCE = 128, 2
+"""Of more shards than are read at once, the indexes are read in such portions: by another process, if there is one."""
 
 
 class Committer:
@@ -64,21 +66,26 @@ class Committer:
         thousands of ranks together would not fit into memory.
         """
         receipts, state = (*intent.receipts, *intent.others), self._log.state
-        waiting = iter(enumerate(zip(receipts, index_keys(state, intent), strict=True)))
+        many = len(receipts) > READ_AT_ONCE
+        size = PORTION if many else 1
+        waiting = iter(range(0, len(receipts), size))
         found: dict[int, Index | None] = {}
         wrong: dict[int, str] = {}
 
         async def read_on() -> None:
-            for number, (receipt, key) in waiting:
-                body = await self._store.read_index(key)
-                index = manifest.decode(body, Index, key=key, expected_sha256=receipt.copy.index_sha256)
-                found[number] = None if stands_alone(intent, index) else index
-                if found[number] is None and (why := fault_of(state, intent, receipt, index)):
-                    wrong[number] = why
+            for at in waiting:
+                portion = receipts[at : at + size]
+                keys = [index_key_of(state, intent, receipt) for receipt in portion]
+                bodies = await self._store.read_indexes(keys)
+                for number, (receipt, key, body) in enumerate(zip(portion, keys, bodies, strict=True), at):
+                    index = manifest.decode(body, Index, key=key, expected_sha256=receipt.copy.index_sha256)
+                    found[number] = None if stands_alone(intent, index) else index
+                    if found[number] is None and (why := fault_of(state, intent, receipt, index)):
+                        wrong[number] = why
 
         try:
             async with asyncio.TaskGroup() as tasks:
-                for _ in receipts[:READ_AT_ONCE]:
+                for _ in range(PORTIONS_AT_ONCE if many else len(receipts)):
                     tasks.create_task(read_on())
         except ExceptionGroup as group:
             raise group.exceptions[0] from group

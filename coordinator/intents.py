@@ -94,18 +94,14 @@ def make_attempt(state: JobState, intent: OpenAttempt, *, spec_sha256: str, fact
     )
 
 
-def index_keys(state: JobState, intent: CommitStep) -> tuple[Key, ...]:
-    """Return the keys of the indexes of a step, of its receipts and then of the others.
+def index_key_of(state: JobState, intent: CommitStep, receipt: Receipt) -> Key:
+    """Return the key of the index of a receipt of a step.
 
-    They are computed: nothing is read because a node says that it lies there.
+    It is computed: nothing is read because a node says that it lies there.
 
     Raises:
-        CorruptObjectError: a receipt names another key.
+        CorruptObjectError: the receipt names another key.
     """
-    return tuple(_index_key(state, intent, receipt) for receipt in (*intent.receipts, *intent.others))
-
-
-def _index_key(state: JobState, intent: CommitStep, receipt: Receipt) -> Key:
     copy, world = receipt.copy, len(intent.receipts)
     said = f"the receipt of rank {copy.rank} from node {receipt.node} names the index {copy.index_key[:200]!r}"
     try:

@@ -35,11 +35,11 @@ class StorePort(Protocol):
     async def sees_probe(self, nonce: str) -> bool:
         """Return whether a probe is in this store; raises as ``probing.sees_probe``."""
 
-    async def read_index(self, key: Key) -> bytes:
-        """Return an index as the medium has it; raises as ``ObjectStore.read``.
+    async def read_indexes(self, keys: Sequence[Key]) -> list[bytes]:
+        """Return indexes as the medium has them; raises as ``ObjectStore.read`` for the first that can't be read.
 
         Raises:
-            CorruptObjectError: it is longer than an index may be.
+            CorruptObjectError: one is longer than an index may be.
         """
 
     async def shards(self, state: JobState, seq: int) -> tuple[Shard, ...]:

@@ -14,6 +14,7 @@ from contextlib import AsyncExitStack
 from typing import TypeVar
 
 from toprope.coordinator.adapters.broker import embedded
+from toprope.coordinator.adapters.bulk import BulkReader
 from toprope.coordinator.adapters.http import application, served
 from toprope.coordinator.adapters.mqtt import Mqtt
 from toprope.coordinator.adapters.nodes import HttpCoordinators, HttpNodes, session
@@ -67,6 +68,8 @@ async def _run(config: Config, wrap: Wrap, stack: AsyncExitStack, stop: asyncio.
     base = await _base(config, store, stop)
     if stop.is_set():
         return
+    bulk = BulkReader(config.store)
+    stack.callback(bulk.close)
     terms = Terms(config, base=base)
     broker = config.broker
     if config.embedded_broker is not None:
@@ -84,7 +87,10 @@ async def _run(config: Config, wrap: Wrap, stack: AsyncExitStack, stop: asyncio.
         return Mqtt(broker, job=config.job, topics=topics, deliver=deliver, connected=connected)
 
     ports = Ports(
-        store=ThreadedStore(store), nodes=HttpNodes(client), coordinators=HttpCoordinators(client), connect=connect
+        store=ThreadedStore(store, bulk=bulk),
+        nodes=HttpNodes(client),
+        coordinators=HttpCoordinators(client),
+        connect=connect,
     )
     settle()
     await terms.run(

@@ -1,85 +1,100 @@
-"""A blocking call off the event loop, for thousands at once: by few threads if it is quick, by many if it waits long.
+"""Reads thousands of objects in a process of its own.
 
-Asked of a thread and answered one by one, a quick call costs the loop more than the call itself; and many threads that
-are never idle keep the loop from its turn.
+In threads of the coordinator's process the reading of a step of 16,384 ranks would keep its loop from its turn for half
+a minute, and nothing else would be decided meanwhile.
 """
 
 from __future__ import annotations
 
 import asyncio
-import math
+import functools
+import multiprocessing
+import os
+import signal
 import threading
-import time
-from collections import deque
-from collections.abc import Callable
-from typing import Generic, TypeVar
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 
-MOST_THREADS = 32
-EACH_S = 0.001
-"""There are as many threads as this goes into what a call takes: so many calls a second, however long one takes."""
-NEWEST = 0.3
-"""How much what calls take now counts against what they took before."""
-A = TypeVar("A")
-B = TypeVar("B")
+from toprope.store.checkpoint.ready import read_capped
+from toprope.store.errors import CkptError, UnavailableError
+from toprope.store.names import Key
+from toprope.store.objects.opening import open_store
+from toprope.store.objects.protocol import ObjectStore
+
+_THREADS = 8
+"""So many objects are read at once: a store in a network makes each wait."""
 
 
-class Bulk(Generic[A, B]):
-    """``call``, for many at a time. Awaited from one loop."""
+class BulkReader:
+    """Reads objects of the store at ``root``; the process is there from the first reading until ``close``."""
 
-    def __init__(self, call: Callable[[A], B]) -> None:
-        self._call = call
+    def __init__(self, root: str) -> None:
+        self._root = root
+        self._pool: ProcessPoolExecutor | None = None
         self._mutex = threading.Lock()
-        self._wanted: deque[tuple[A, asyncio.Future[B]]] = deque()
-        self._working: set[asyncio.Future[None]] = set()
-        self._threads = 0
-        self._takes_s = 0.0
 
-    async def of(self, what: A) -> B:
-        """Return what the call returns, or raise what it raises."""
-        loop = asyncio.get_running_loop()
-        answer: asyncio.Future[B] = loop.create_future()
-        with self._mutex:
-            self._wanted.append((what, answer))
-            begin = self._threads < self._threads_wanted()
-            self._threads += begin
-        if begin:
-            working = loop.run_in_executor(None, self._work, loop)
-            self._working.add(working)
-            working.add_done_callback(self._working.discard)
-        return await answer
+    async def bodies(self, keys: Sequence[Key], *, limit: int) -> list[bytes]:
+        """Return objects as the medium has them; raises as ``read_capped``, what is wrong with the first that is wrong.
 
-    def _threads_wanted(self) -> int:
-        return min(MOST_THREADS, max(1, math.ceil(self._takes_s / EACH_S)))
+        Raises:
+            UnavailableError: the process has ended; the next call starts another.
+        """
+        found = await asyncio.to_thread(self._asked, tuple(keys), limit)
+        if isinstance(found, CkptError):
+            raise found
+        return found
 
-    def _work(self, loop: asyncio.AbstractEventLoop) -> None:
-        while some := self._some():
-            began_s = time.monotonic()
-            done = [(answer, *self._done(what)) for what, answer in some]
-            takes_s = (time.monotonic() - began_s) / len(some)
-            with self._mutex:
-                self._takes_s += NEWEST * (takes_s - self._takes_s)
-            loop.call_soon_threadsafe(_tell, done)
-
-    def _some(self) -> list[tuple[A, asyncio.Future[B]]]:
-        """Return this thread's part of what is wanted; with nothing, or too many threads, it is none any more."""
-        with self._mutex:
-            wanted = self._threads_wanted()
-            part = math.ceil(len(self._wanted) / wanted) if self._threads <= wanted else 0
-            self._threads -= part == 0
-            return [self._wanted.popleft() for _ in range(part)]
-
-    def _done(self, what: A) -> tuple[B | None, Exception | None]:
+    def _asked(self, keys: tuple[Key, ...], limit: int) -> list[bytes] | CkptError:
+        pool = self._started()
         try:
-            return self._call(what), None
-        except Exception as error:  # noqa: BLE001 - raised where it was asked for
-            return None, error
+            return pool.submit(_read, self._root, keys, limit).result()
+        except BrokenProcessPool:
+            with self._mutex:
+                self._pool = None if self._pool is pool else self._pool
+            return UnavailableError("the process that reads indexes for the coordinator has ended")
+
+    def _started(self) -> ProcessPoolExecutor:
+        with self._mutex:
+            if self._pool is None:
+                context = multiprocessing.get_context("spawn")
+                self._pool = ProcessPoolExecutor(1, mp_context=context, initializer=_begin)
+            return self._pool
+
+    def close(self) -> None:
+        """End the process, once it has read what it is at."""
+        if self._pool is not None:
+            self._pool.shutdown(wait=False, cancel_futures=True)
+            self._pool = None
 
 
-def _tell(done: list[tuple[asyncio.Future[B], B | None, Exception | None]]) -> None:
-    for answer, result, error in done:
-        if answer.done():  # nobody waits for it any more
-            continue
-        if error is not None:
-            answer.set_exception(error)
-        else:
-            answer.set_result(result)  # type: ignore[arg-type] # B may be None itself
+def _begin() -> None:
+    """Leave Ctrl-C to the coordinator, and end when it has ended, however that was."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+
+
+def _end_with(parent: multiprocessing.process.BaseProcess) -> None:
+    parent.join()
+    os._exit(1)
+
+
+@functools.cache
+def _store(root: str) -> ObjectStore:
+    return open_store(root, write=False)
+
+
+@functools.cache
+def _threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(_THREADS)
+
+
+def _read(root: str, keys: tuple[Key, ...], limit: int) -> list[bytes] | CkptError:
+    """Return the objects, or what is wrong with the first that is: an error has its message and nothing else."""
+    try:
+        read = functools.partial(read_capped, _store(root), limit=limit, uncached=True)
+        return list(_threads().map(read, keys))
+    except CkptError as error:
+        return type(error)(str(error))

@@ -6,10 +6,10 @@ import asyncio
 import contextlib
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
-from toprope.coordinator.adapters.bulk import Bulk
+from toprope.coordinator.adapters.bulk import BulkReader
 from toprope.coordinator.basing import base_shards, shards_there
 from toprope.store.checkpoint.manifest import MAX_INDEX_BYTES, Index, Manifest, Shard, sha256
 from toprope.store.checkpoint.ready import index_body, index_of_body, read_capped, read_manifest
@@ -73,10 +73,11 @@ class IndexBodies:
 class ThreadedStore:
     """A ``StorePort`` that calls a blocking store in threads."""
 
-    def __init__(self, store: ObjectStore) -> None:
+    def __init__(self, store: ObjectStore, *, bulk: BulkReader | None = None) -> None:
+        """``bulk`` reads where several indexes are wanted at once."""
         self._store = store
         self._bodies = IndexBodies()
-        self._indexes = Bulk(partial(read_capped, store, limit=MAX_INDEX_BYTES, uncached=True))
+        self._bulk = bulk
 
     async def create_record(self, key: Key, body: bytes) -> None:
         """Create a record of the log."""
@@ -101,11 +102,16 @@ class ThreadedStore:
         """Return whether a probe is in this store."""
         return await asyncio.to_thread(sees_probe, self._store, nonce)
 
-    async def read_index(self, key: Key) -> bytes:
-        """Return an index as the medium has it."""
-        body = await self._indexes.of(key)
-        self._bodies.keep(body)
-        return body
+    async def read_indexes(self, keys: Sequence[Key]) -> list[bytes]:
+        """Return indexes as the medium has them."""
+        if self._bulk is not None and len(keys) > 1:
+            bodies = await self._bulk.bodies(keys, limit=MAX_INDEX_BYTES)
+        else:
+            read = partial(read_capped, self._store, limit=MAX_INDEX_BYTES, uncached=True)
+            bodies = [await asyncio.to_thread(read, key) for key in keys]
+        for body in bodies:
+            self._bodies.keep(body)
+        return bodies
 
     async def shards(self, state: JobState, seq: int) -> tuple[Shard, ...]:
         """Return the shards of a READY checkpoint by rank, each file of them there and as long as it should be."""

@@ -1,107 +1,87 @@
-"""A blocking call for many at once: each gets its own answer, and how long it takes says how many threads there are."""
+"""Thousands of indexes are read in a process of its own, which dies with the coordinator and may die before it."""
 
 from __future__ import annotations
 
 import asyncio
-import threading
-import time
-from asyncio import Handle
-from collections.abc import Sequence
-from typing import Any
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from toprope.coordinator.adapters import bulk
-from toprope.coordinator.adapters.bulk import Bulk
-from toprope.store.errors import MissingObjectError
+from toprope.chaos.live.processes import wait_until
+from toprope.coordinator.adapters.bulk import BulkReader
+from toprope.store.errors import CorruptObjectError, MissingObjectError, UnavailableError
+from toprope.store.names import Key
+from toprope.store.objects.opening import open_store
 
-AT_ONCE = 16
-
-
-async def asked(calls: Bulk[int, int], what: Sequence[int]) -> dict[int, int | Exception]:
-    """Ask for all of these, some at once, and return what came of each."""
-    waiting, found = iter(what), dict[int, int | Exception]()
-
-    async def ask_on() -> None:
-        for one in waiting:
-            try:
-                found[one] = await calls.of(one)
-            except MissingObjectError as error:
-                found[one] = error
-
-    async with asyncio.timeout(10.0), asyncio.TaskGroup() as tasks:
-        for _ in range(AT_ONCE):
-            tasks.create_task(ask_on())
-    return found
+KEYS = [Key(f"j/shards/a1/s000000001/{number}") for number in range(100)]
 
 
-def square(what: int) -> int:
-    if what % 7 == 3:
-        raise MissingObjectError(str(what))
-    return what * what
+@pytest.fixture
+def reader(tmp_path: Path) -> Iterator[BulkReader]:
+    """Yield one for a store with an object under each of the keys."""
+    store = open_store(str(tmp_path), write=True)
+    for number, key in enumerate(KEYS):
+        store.create(key, b"%d" % number * 10)
+    reader = BulkReader(str(tmp_path))
+    yield reader
+    reader.close()
 
 
-def test_each_gets_its_own_answer_or_its_own_error() -> None:
-    found = asyncio.run(asked(Bulk(square), range(200)))
-    for what in range(200):
-        if what % 7 == 3:
-            assert str(found[what]) == str(what)
-        else:
-            assert found[what] == what * what
+def process_of(reader: BulkReader) -> int:
+    assert reader._pool is not None
+    (pid,) = reader._pool._processes
+    return pid
 
 
-def threads_of(wait_s: float, count: int) -> int:
-    seen = set()
-
-    def call(what: int) -> int:
-        seen.add(threading.get_ident())
-        time.sleep(wait_s)
-        return what
-
-    asyncio.run(asked(Bulk(call), range(count)))
-    return len(seen)
+async def read_on(reader: BulkReader) -> None:
+    """Read until something is wrong: that a process was killed is noticed a moment later."""
+    while True:
+        await reader.bodies(KEYS[:2], limit=100)
+        await asyncio.sleep(0.01)
 
 
-def test_calls_that_wait_long_are_done_by_many_threads() -> None:
-    assert threads_of(0.02, 64) > 4
+async def test_the_bodies_come_in_the_order_of_the_keys_or_what_is_wrong_with_the_first(reader: BulkReader) -> None:
+    wanted = [KEYS[7], KEYS[99], KEYS[0]]
+    assert await reader.bodies(wanted, limit=100) == [b"7" * 10, b"99" * 10, b"0" * 10]
+    assert len(await reader.bodies(KEYS, limit=100)) == len(KEYS)
+    with pytest.raises(MissingObjectError, match="j/none"):
+        await reader.bodies([KEYS[0], Key("j/none"), Key("j/nor-this")], limit=100)
+    with pytest.raises(CorruptObjectError, match="at most 15"):
+        await reader.bodies([KEYS[0], KEYS[42]], limit=15)
 
 
-def test_quick_calls_are_answered_many_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bulk, "EACH_S", 1.0)
-
-    async def tellings() -> int:
-        loop, told = asyncio.get_running_loop(), 0
-        tell = loop.call_soon_threadsafe
-
-        def count(*words: Any, **more: Any) -> Handle:  # noqa: ANN401 - as the loop takes them
-            nonlocal told
-            told += 1
-            return tell(*words, **more)
-
-        monkeypatch.setattr(loop, "call_soon_threadsafe", count)
-        await asked(Bulk(lambda what: what), range(400))
-        return told
-
-    assert asyncio.run(tellings()) < 200
+async def test_a_process_that_was_killed_costs_one_reading(reader: BulkReader) -> None:
+    await reader.bodies(KEYS[:2], limit=100)
+    os.kill(process_of(reader), signal.SIGKILL)
+    with pytest.raises(UnavailableError, match="has ended"):
+        await read_on(reader)
+    assert await reader.bodies(KEYS[1:2], limit=100) == [b"1" * 10]
 
 
-def test_who_waits_no_more_keeps_no_other_from_an_answer() -> None:
-    begun, may_end = threading.Event(), threading.Event()
+_COORDINATOR = """
+import asyncio, os, signal, sys
+from toprope.coordinator.adapters.bulk import BulkReader
+from toprope.store.names import Key
+if __name__ == "__main__":
+    reader = BulkReader(sys.argv[1])
+    asyncio.run(reader.bodies([Key(sys.argv[2])], limit=100))
+    (pid,) = reader._pool._processes
+    print(pid, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
 
-    def call(what: int) -> int:
-        begun.set()
-        may_end.wait(5.0)
-        return what
 
-    async def some() -> int:
-        calls = Bulk(call)
-        async with asyncio.timeout(10.0), asyncio.TaskGroup() as tasks:
-            left = tasks.create_task(calls.of(1))
-            await asyncio.to_thread(begun.wait, 5.0)
-            left.cancel()
-            other = tasks.create_task(calls.of(2))
-            await asyncio.sleep(0)
-            may_end.set()
-        return await other
-
-    assert asyncio.run(some()) == 2
+def test_it_ends_when_the_coordinator_was_killed(tmp_path: Path) -> None:
+    open_store(str(tmp_path / "store"), write=True).create(KEYS[0], b"0")
+    program = tmp_path / "coordinator.py"
+    program.write_text(_COORDINATOR)
+    said = subprocess.run(
+        [sys.executable, str(program), str(tmp_path / "store"), KEYS[0]], capture_output=True, text=True, check=False
+    )
+    assert said.returncode == -signal.SIGKILL, said.stderr
+    wait_until(lambda: not Path(f"/proc/{int(said.stdout)}").exists(), what="the reader has ended", timeout_s=10)

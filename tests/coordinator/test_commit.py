@@ -258,7 +258,7 @@ async def test_what_was_read_to_make_a_step_ready_is_known_when_it_is_the_base()
     threaded = ThreadedStore(store)
     seq = builder.checkpoint(10)
     for key in [key for key in store.objects if ".index." in key]:
-        await threaded.read_index(key)
+        await threaded.read_indexes([key])
         store.objects[key] = b"lost"
     assert [index.rank for index in await threaded.indexes(builder.log.state, seq)] == [0, 1]
 

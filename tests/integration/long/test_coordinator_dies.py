@@ -38,7 +38,7 @@ def test_a_coordinator_that_dies_wherever_it_is_costs_at_most_the_step_in_flight
         assert job.cluster.coordinator is not None
         job.cluster.coordinator.kill()
         job.cluster.start_coordinator(env=env)
-        for point in ("before:store.read_index", "before:store.create_manifest", "after:store.create_manifest"):
+        for point in ("before:store.read_indexes", "before:store.create_manifest", "after:store.create_manifest"):
             arm(kill_file, point)
             wait_for_its_death(job)
             assert_training_goes_on(job)
