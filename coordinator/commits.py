@@ -12,7 +12,7 @@ from toprope.coordinator.effects import Commit, Effect, ReadBackHere, Say
 from toprope.coordinator.events import CommitFailed, ReadHere
 from toprope.coordinator.intents import CommitStep
 from toprope.coordinator.readiness import HERE, Receipt
-from toprope.coordinator.wire import Copy, Inventory, ReadBackTask
+from toprope.coordinator.wire import Copy, Inventory, ReadBack, ReadBackTask
 from toprope.store.log.records import Attempt
 
 UNANSWERED_MAX = 5
@@ -70,8 +70,14 @@ class Commits:
     reading_here: set[str] = field(default_factory=set)
     _books: dict[int, Book | None] = field(default_factory=dict)
     """By step what was chosen of its receipts, until there are more; None when ranks have none that can be used."""
-    _assigned: tuple[object, tuple[ReadBackTask, ...]] = (None, ())
-    """All tasks of the step under way, and what they were assigned by."""
+    _assigned: object = None
+    """What the tasks of the step under way were assigned by."""
+    _open: tuple[ReadBackTask, ...] = ()
+    """Those of them of which nothing was found when ``_open_at`` digests had been."""
+    _open_at: int = 0
+    _finds: int = 0
+    _wrong: set[str] = field(default_factory=set)
+    """The keys of objects that were found to have another digest than their receipt says."""
     _written: dict[str, Receipt] = field(default_factory=dict)
     """All receipts by key."""
     _behind: str = ""
@@ -94,8 +100,9 @@ class Commits:
             self._pass_over(attempt.world_size)
         for result in inventory.read_backs:
             receipt = self._written.get(result.key)
-            if receipt and receipt.node != inventory.node and receipt.copy.stored_digest == result.digest:
-                self.found.setdefault(result.key, readiness.found_digest(result))
+            vouched = receipt and receipt.node != inventory.node and receipt.copy.stored_digest == result.digest
+            if vouched and result.key not in self.found:
+                self._find(result)
 
     def _matters(self, step: int) -> bool:
         return step > self.last_step and (step > self.passed_over or step in self.receipts)
@@ -135,7 +142,14 @@ class Commits:
             self._note_unanswered(event.key)
             self.not_before_s = event.now_s + self.retry_s
         else:
-            self.found[event.key] = readiness.found_digest(event.result)
+            self._find(event.result)
+
+    def _find(self, result: ReadBack) -> None:
+        self.found[result.key] = digest = readiness.found_digest(result)
+        self._finds += 1
+        receipt = self._written.get(result.key)
+        if receipt is not None and digest != receipt.copy.stored_digest:
+            self._wrong.add(result.key)
 
     def _note_unanswered(self, what: str | int) -> None:
         self.unanswered[what] = self.unanswered.get(what, 0) + 1
@@ -164,6 +178,7 @@ class Commits:
         self._books = {step: book for step, book in self._books.items() if step in steps}
         self._written = {key: one for key, one in self._written.items() if one.copy.step in steps}
         self.found = {key: found for key, found in self.found.items() if key in self._written}
+        self._wrong &= self._written.keys()
         self.unanswered = {
             what: count for what, count in self.unanswered.items() if what in self._written or what in self.receipts
         }
@@ -192,7 +207,7 @@ class Commits:
         assert book is not None, f"step {step} was complete"
         written = book.written
         newest = readiness.next_step(steps, dead=self.dead, under_way=0)
-        why = readiness.spoiled(written, self.found)
+        why = readiness.spoiled(written, self.found) if self._wrong else ""
         if why := why or self._given_up(step, written, newest=newest):
             self.dead[step] = why
             return [Say(level="error", text=f"step {step} can't become READY: {why}")]
@@ -237,9 +252,12 @@ class Commits:
         each = book.stored_bytes / max(1, len(readers))
         slow = now_s - self.under_way_since_s >= self.read_back_deadline_s + each / LEAST_READ_BYTES_PER_S
         by = (book, () if slow else tuple(readers))
-        if by != self._assigned[0]:
-            self._assigned = (by, readiness.assign(book.written, by[1]))
-        return tuple(task for task in self._assigned[1] if task.key not in self.found)
+        if by != self._assigned:
+            self._assigned, self._open, self._open_at = by, readiness.assign(book.written, by[1]), -1
+        if self._open_at != self._finds:
+            self._open = tuple(task for task in self._open if task.key not in self.found)
+            self._open_at = self._finds
+        return self._open
 
     def _book(self, step: int) -> Book | None:
         """Return what was chosen of a step's receipts once each rank has one whose rests have receipts too."""

@@ -390,6 +390,17 @@ def test_a_node_does_not_vouch_for_its_own_objects() -> None:
     assert reign.ready_steps == []
 
 
+def test_what_was_read_back_is_asked_of_nobody_any_more() -> None:
+    reign = training()
+    reign.hold(8, tiers=("object",))
+    first, second = reign.desired.read_backs
+    for task, left in ((first, (second,)), (second, ())):
+        reign.nodes[task.node].read_backs.append(ReadBack(key=task.key, digest=task.digest, ok=True))
+        reign.hear()
+        assert reign.desired.read_backs == left
+    assert reign.ready_steps == [8]
+
+
 def test_the_coordinator_reads_back_itself_when_there_is_one_node_only() -> None:
     reign = Reign()
     reign.node("a")
