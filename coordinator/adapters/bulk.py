@@ -22,6 +22,7 @@ from toprope.store.names import Key
 from toprope.store.objects.opening import open_store
 from toprope.store.objects.protocol import ObjectStore
 
+_NICE = 10
 _THREADS = 8
 """So many objects are read at once: a store in a network makes each wait."""
 
@@ -69,7 +70,8 @@ class BulkReader:
 
 
 def _begin() -> None:
-    """Leave Ctrl-C to the coordinator, and end when it has ended, however that was."""
+    """Leave Ctrl-C to the coordinator, and time that both want; end when it has ended, however that was."""
+    os.nice(_NICE)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = multiprocessing.parent_process()
     assert parent is not None
