@@ -2,7 +2,8 @@
 
 The coordinator and the broker are real processes; the nodes are played by this one (``toprope.chaos.live.fleet``),
 which shares the machine with them. A decision counts from the last report that it rests on, as it leaves its node,
-until a node knows: through the broker, the coordinator, and the broker again. How late the fleet was with what it had
+until a node knows: through the broker, the coordinator, and the broker again. A node of a large job tells in its turn;
+what that takes is printed by itself ("since held"). How late the fleet was with what it had
 to do is printed beside it: when it is late, so is what it measures.
 
     python benchmarks/scale.py [--nodes 2048] [--ranks-per-node 8] [--every 10] [--snapshots 12] [--json FILE]
@@ -149,7 +150,11 @@ async def _measured(
             _tell(f"snapshot {number} of {options.snapshots}")
         wall_s, after = loop.time() - since_s, {name: Usage.of(pid) for name, pid in pids.items()}
         counts, late_s = Counter(fleet.counts), sorted(fleet.late_s)
-        await fleet.wait(lambda: _are_known(fleet), what="every decision is known to every node", timeout_s=120)
+        await fleet.wait(
+            lambda: _are_known(fleet) and fleet.counts["whole document"] > 0,
+            what="every decision is known to every node",
+            timeout_s=120,
+        )
     return {
         "machine": {"cpus": os.cpu_count(), "machine": platform.machine(), "python": platform.python_version()},
         "nodes": len(fleet.nodes),
@@ -170,6 +175,9 @@ async def _measured(
             }
             for name, now in after.items()
         },
+        "bytes_each": {
+            what: fleet.counts[f"{what} bytes"] / fleet.counts[what] for what in ("desired", "whole document")
+        },
         "per_second": {what: count / wall_s for what, count in sorted(counts.items())},
     }
 
@@ -180,10 +188,14 @@ def _are_known(fleet: Fleet) -> bool:
 
 
 def _latencies(steps: Any) -> dict[str, dict[str, float]]:  # noqa: ANN401 - what .values() gives
-    """Return the time from the last report that a decision rests on: until a node knows it, and until each does."""
+    """Return the time from the last report that a decision rests on: until a node knows it, and until each does.
+
+    "since held": from when all of it was there to be told of; a node of a large job waits for its turn to tell.
+    """
     first = sorted(min(step.known_s.values()) - step.told_s for step in steps)
     each = sorted(known_s - step.told_s for step in steps for known_s in step.known_s.values())
-    return {"decided": _quantiles(first), "known": _quantiles(each)}
+    held = sorted(min(step.known_s.values()) - step.held_s for step in steps)
+    return {"decided": _quantiles(first), "known": _quantiles(each), "decided since held": _quantiles(held)}
 
 
 def _quantiles(of: Sequence[float]) -> dict[str, float]:

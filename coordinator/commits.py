@@ -73,8 +73,8 @@ class Commits:
     _assigned: object = None
     """What the tasks of the step under way were assigned by."""
     _open: tuple[ReadBackTask, ...] = ()
-    """Those of them of which nothing was found when ``_open_at`` digests had been."""
-    _open_at: int = 0
+    """Those of them of which nothing had been found after ``_open_finds`` findings."""
+    _open_finds: int = 0
     _finds: int = 0
     _wrong: set[str] = field(default_factory=set)
     """The keys of objects that were found to have another digest than their receipt says."""
@@ -253,10 +253,10 @@ class Commits:
         slow = now_s - self.under_way_since_s >= self.read_back_deadline_s + each / LEAST_READ_BYTES_PER_S
         by = (book, () if slow else tuple(readers))
         if by != self._assigned:
-            self._assigned, self._open, self._open_at = by, readiness.assign(book.written, by[1]), -1
-        if self._open_at != self._finds:
+            self._assigned, self._open, self._open_finds = by, readiness.assign(book.written, by[1]), -1
+        if self._open_finds != self._finds:
             self._open = tuple(task for task in self._open if task.key not in self.found)
-            self._open_at = self._finds
+            self._open_finds = self._finds
         return self._open
 
     def _book(self, step: int) -> Book | None:

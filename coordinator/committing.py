@@ -17,8 +17,8 @@ from toprope.store.log.records import Ready
 from toprope.store.names import manifest_key
 
 READ_AT_ONCE = 32
-PORTION, PORTIONS_AT_ONCE = 128, 2
-"""Of more shards than are read at once, the indexes are read in such portions: by another process, if there is one."""
+PORTIONS_AT_ONCE = 2
+"""Of more shards than are read at once, as many as that are a portion: another process reads it, if there is one."""
 
 
 class Committer:
@@ -67,7 +67,7 @@ class Committer:
         """
         receipts, state = (*intent.receipts, *intent.others), self._log.state
         many = len(receipts) > READ_AT_ONCE
-        size = PORTION if many else 1
+        size = READ_AT_ONCE if many else 1
         waiting = iter(range(0, len(receipts), size))
         found: dict[int, Index | None] = {}
         wrong: dict[int, str] = {}
@@ -82,6 +82,8 @@ class Committer:
                     found[number] = None if stands_alone(intent, index) else index
                     if found[number] is None and (why := fault_of(state, intent, receipt, index)):
                         wrong[number] = why
+                    if many:
+                        await asyncio.sleep(0)  # an index may be long, and others wait for the loop
 
         try:
             async with asyncio.TaskGroup() as tasks:

@@ -360,15 +360,21 @@ class Core:
 
         Nodes that have heard of it and need not adopt it would let go of what they hold for it.
         """
-        waits = self.desired is None and self.held_up and now_s - self._started_s < self.settings.settle_s
+        waits = self.desired is None and self.held_up and now_s - self._started_s < self._settle_s()
         return self._settled(now_s) and not waits
 
     def _settled(self, now_s: float) -> bool:
         """Say whether enough was heard to speak: a coordinator that just began must not let go what it can't see."""
-        if self.desired is not None or now_s - self._started_s >= self.settings.settle_s:
+        if self.desired is not None or now_s - self._started_s >= self._settle_s():
             return True
         facts = self.log_view.facts
         return facts is None or all(one.node in self.roll.nodes for one in facts.world)
+
+    def _settle_s(self) -> float:
+        """Return how long nodes are given to tell what they have; in a large job each waits for its turn."""
+        facts = self.log_view.facts
+        nodes = {one.node for one in facts.world} if facts is not None else set()
+        return self.settings.settle_s + report_every_s(len(nodes))
 
     def _steer_outage(self, now_s: float) -> list[Effect]:
         outage = self.outage

@@ -40,7 +40,7 @@ class Pacing:
 
 
 def report_every_s(nodes: int) -> float:
-    """Return how long each of so many nodes waits between two inventories: a power of two, so that it stays."""
+    """Return in how long each of so many nodes has one turn to tell its inventory: a power of two, so that it stays."""
     return 0.0 if nodes < AT_ONCE_NODES else float(2 ** (nodes.bit_length() - 1)) / REPORTS_PER_S
 
 

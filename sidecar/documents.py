@@ -13,6 +13,7 @@ from toprope.sidecar import events as on
 from toprope.sidecar import metrics
 from toprope.sidecar.core import Core
 from toprope.sidecar.events import Event
+from toprope.sidecar.inventory import is_urgent
 from toprope.sidecar.ports import BrokerPort, CoordinatorError, CoordinatorPort
 from toprope.sidecar.shouts import Shouts
 
@@ -40,6 +41,9 @@ class Documents:
         self._post = post
         self._shouts = shouts
         self._changed = asyncio.Event()
+        self._hurries = False
+        self._told: Inventory | None = None
+        """What was told last, by broker or by HTTP, and acknowledged."""
         self._broker_version = 0
         self._skips: frozenset[Skip] = frozenset()
 
@@ -77,6 +81,9 @@ class Documents:
         self._skips = skips
         for tier in TIERS:
             metrics.COPIES.labels(tier=tier).set(sum(copy.tier == tier for copy in inventory.copies))
+        self._wake()
+
+    def _wake(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
 
@@ -97,7 +104,7 @@ class Documents:
                 continue
             newest = await self._in_turn(newest)
             if await self._broker.publish_inventory(newest):
-                self._broker_version = newest.version
+                self._broker_version, self._told = newest.version, newest
             else:
                 await asyncio.sleep(RETRY_S)
 
@@ -105,17 +112,31 @@ class Documents:
         desired = self._core.desired
         return desired.report_every_s if desired is not None else 0.0
 
+    def hurry(self) -> None:
+        """Tell all that is to be told at once from now on: this sidecar is about to end."""
+        self._hurries = True
+        self._wake()
+
+    def is_untold(self) -> bool:
+        """Say whether there is something that nobody has acknowledged yet."""
+        newest = self._core.published
+        return newest is not None and (self._told is None or self._told.version < newest.version)
+
     async def _in_turn(self, newest: Inventory) -> Inventory:
-        """Return the newest inventory when it may be told: in a large job in the node's turn, in a small one now."""
-        wait_s = until_turn_s(self._report_every_s(), node=newest.node, now_s=asyncio.get_running_loop().time())
-        if not wait_s:
-            return newest
-        await asyncio.sleep(wait_s)
-        assert self._core.published is not None
-        return self._core.published
+        """Return the newest inventory when it may be told: in a large job in the node's turn, unless it is urgent."""
+        loop = asyncio.get_running_loop()
+        due_s = loop.time() + until_turn_s(self._report_every_s(), node=newest.node, now_s=loop.time())
+        while loop.time() < due_s and not self._hurries and not is_urgent(newest, self._told):
+            changed = self._changed
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout_at(due_s):
+                    await changed.wait()
+            assert self._core.published is not None
+            newest = self._core.published
+        return newest
 
     async def report(self) -> None:
-        """Tell the coordinator by HTTP what no broker takes: at once without one, after a second with a slow one."""
+        """Tell the coordinator by HTTP what no broker takes: in turn without one, later by a second with a slow one."""
         reported = 0
         while True:
             changed, newest = self._changed, self._core.published
@@ -130,9 +151,11 @@ class Documents:
                 if self._broker_version >= newest.version:
                     continue
             newest = await self._in_turn(newest)
+            if self._broker.connected() and self._broker_version >= newest.version:
+                continue
             with self._asking():
                 self.take_desired(await self._coordinator.put_inventory(newest))
-                reported = newest.version
+                reported, self._told = newest.version, newest
             if reported != newest.version:
                 await asyncio.sleep(RETRY_S)
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from toprope.coordinator.wire import Copy, Desired, Inventory, RankState, ReadBack
+from toprope.coordinator.wire import Adopted, Copy, Desired, Inventory, RankState, ReadBack
 from toprope.sidecar.admission import troubles
 from toprope.sidecar.adoption_book import AdoptionBook
 from toprope.sidecar.conversation import Conversation, RankNotes
@@ -93,3 +93,16 @@ def next_version(published: Inventory | None, now: Inventory) -> Inventory | Non
     if msgspec.structs.replace(now, version=version) == published:
         return None
     return msgspec.structs.replace(now, version=version + 1)
+
+
+def is_urgent(newest: Inventory, told: Inventory | None) -> bool:
+    """Say whether somebody waits for what is new: that ranks came, ended, were restored, or ask for something.
+
+    For copies nobody waits: there are others, and the next ones come soon.
+    """
+    return told is None or _waited_for(newest) != _waited_for(told)
+
+
+def _waited_for(inventory: Inventory) -> tuple[list[RankState], bool, tuple[Adopted, ...]]:
+    ranks = [msgspec.structs.replace(state, step=0) for state in inventory.ranks]
+    return ranks, inventory.reading, inventory.adopted

@@ -384,6 +384,7 @@ class Sidecar:
             self.stop.set()
             return
         self._drain_until_s = self._loop.time() + self.config.grace_s
+        self.documents.hurry()
         log.info("told to end: it serves for %g s at most, until what is here is safe elsewhere", self.config.grace_s)
 
     def _look_at_grace(self, until_s: float) -> None:
@@ -391,6 +392,8 @@ class Sidecar:
         left = left_to_do(
             self.config.node, core.desired, slots=core.slots, tiers=core.tiers, conversation=core.conversation
         )
+        if not left and self.documents.is_untold():
+            left = "what it holds was not told to the coordinator yet"
         if not left:
             log.info("ends: nothing is left to save")
             self.stop.set()

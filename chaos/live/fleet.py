@@ -50,9 +50,13 @@ HASHED, PULLED, LOCAL, STORED, READ_BACK = 0.15, 0.2, 0.3, 0.4, 0.2
 
 @dataclass(slots=True)
 class Step:
-    """How far a step has come: what is still to be told, when the last of it was, and when each node first knew."""
+    """How far a step has come: what is still to be told, when the last of it was, and when each node first knew.
+
+    ``held_s``: when the last copy came to be, or the last read-back ended, of which a node tells in its turn.
+    """
 
     missing: set[tuple[str, int]]
+    held_s: float = 0.0
     told_s: float = 0.0
     known_s: dict[str, float] = field(default_factory=dict)
 
@@ -121,9 +125,7 @@ class Fleet:
                 mine = [f"{self._topic(node)}/desired" for node in self.nodes.values() if node.client == number]
                 for at in range(0, len(mine), 64):
                     await client.subscribe(mine[at : at + 64])
-            watch = await FleetMqtt.connected(
-                broker, identifier="fleet-watch", hear=lambda _, body: self._count("whole document", len(body))
-            )
+            watch = await FleetMqtt.connected(broker, identifier="fleet-watch", hear=self._hear_whole)
             stack.callback(watch.close)
             await watch.subscribe([f"toprope/{self.job}/desired"])
             self._clients.append(watch)
@@ -217,6 +219,10 @@ class Fleet:
         self._count("desired", len(body))
         self._take(self.nodes[topic.split("/")[-2]], decode(body, Desired, limit=MAX_DESIRED_BYTES))
 
+    def _hear_whole(self, _topic: str, body: bytes) -> None:
+        self._count("whole document", len(body))
+        self._news.set()
+
     def _take(self, node: Node, desired: Desired) -> None:
         before = node.desired
         if before is not None and (desired.term, desired.version) <= (before.term, before.version):
@@ -232,7 +238,8 @@ class Fleet:
         if before is None or before.attempt != desired.attempt:
             self._on_attempt(node, desired)
         for task in desired.read_backs:
-            if task.key not in node.read_backs:
+            if task.key not in node.read_backs and task.key not in node.reading:
+                node.reading.add(task.key)
                 done = ReadBack(key=task.key, digest=task.digest, ok=True)
                 self._after(READ_BACK, lambda done=done: self._read_back(node, done))  # type: ignore[misc]
         wanted = {task.key for task in desired.read_backs}
@@ -248,29 +255,38 @@ class Fleet:
         for rank in node.ranks:
             verdict = None if phase is None else RankVerdict(attempt_uid=attempt.uid, phase=phase, ok=True)
             node.stand(rank, attempt.from_step, verdict)
-        self._say(node)
+        self._say(node, at_once=True)
 
     def _read_back(self, node: Node, done: ReadBack) -> None:
+        node.reading.discard(done.key)
         node.read_backs[done.key] = done
         *_, step, file = done.key.split("/")  # s000000010/rank-00003-of-...
         node.news.append((READ, int(file.split("-")[1]), int(step[1:])))
+        self._note_held(int(step[1:]))
         self._say(node)
 
     def _after(self, part: float, work: Callable[[], None]) -> None:
         delay_s = self._rng.uniform(0.1, 1.0) * part * self._every_s
         heapq.heappush(self._todo, (_now_s() + delay_s, next(self._numbers), work))
 
-    def _say(self, node: Node) -> None:
-        """Publish what a node lists, which has changed, as soon as it may."""
+    def _say(self, node: Node, *, at_once: bool = False) -> None:
+        """Publish what a node lists, which has changed, as soon as a sidecar would."""
         if node.desired is None:
             return
         node.version += 1
+        if at_once or node.published_s == 0.0:
+            self._publish(node)
+            return
         if node.queued:
             return
         node.queued = True
         now_s = _now_s()
         due_s = now_s + until_turn_s(node.desired.report_every_s, node=node.name, now_s=now_s)
-        heapq.heappush(self._todo, (due_s, next(self._numbers), lambda: self._publish(node)))
+        heapq.heappush(self._todo, (due_s, next(self._numbers), lambda: self._publish_queued(node)))
+
+    def _publish_queued(self, node: Node) -> None:
+        if node.queued:  # not told at once meanwhile
+            self._publish(node)
 
     def _note_told(self, node: Node) -> None:
         now_s = _now_s()
@@ -366,7 +382,13 @@ class Fleet:
 
     def _list(self, node: Node, copy: Copy) -> None:
         node.hold(copy)
+        self._note_held(copy.step)
         self._say(node)
+
+    def _note_held(self, number: int) -> None:
+        for steps in (self.protected, self.ready):
+            if number in steps and steps[number].missing:
+                steps[number].held_s = _now_s()
 
 
 class _Status(msgspec.Struct):

@@ -25,7 +25,6 @@ class FleetMqtt(asyncio.Protocol):
         loop = asyncio.get_running_loop()
         self.lost: asyncio.Future[None] = loop.create_future()
         """Raises ConnectionError once the connection is lost, whoever ended it but ``close``."""
-        self.unacknowledged = 0
         self._identifier = identifier
         self._hear = hear
         self._came = bytearray()
@@ -65,7 +64,6 @@ class FleetMqtt(asyncio.Protocol):
 
     def publish(self, topic: str, body: bytes) -> None:
         """Publish a retained document with QoS 1; nothing is waited for."""
-        self.unacknowledged += 1
         self._send(_PUBLISH | _AT_LEAST_ONCE | _RETAIN, _text(topic) + self._next() + body)
 
     def close(self) -> None:
@@ -107,8 +105,6 @@ class FleetMqtt(asyncio.Protocol):
             if at_least_once:
                 self._send(_PUBACK, body[length : length + 2])
             self._hear(body[2:length].decode(), body[length + 2 * at_least_once :])
-        elif kind == _PUBACK:
-            self.unacknowledged -= 1
         elif kind in {_CONNACK, _SUBACK}:
             refused = body[1] != 0 if kind == _CONNACK else _REFUSED in body[2:]
             answered = self._connected if kind == _CONNACK else self._subscribed
@@ -116,7 +112,7 @@ class FleetMqtt(asyncio.Protocol):
                 answered.set_exception(ConnectionError(f"the broker refuses: packet {head:#x} {body.hex()}"))
             else:
                 answered.set_result(None)
-        else:
+        elif kind != _PUBACK:
             raise ConnectionError(f"the broker sent a packet of an unexpected kind: {head:#x}")
 
     async def _until(self, answered: asyncio.Future[None]) -> None:

@@ -49,6 +49,7 @@ class Node:
     states: dict[int, RankState] = field(default_factory=dict)
     copies: dict[tuple[Tier, int, int], Copy] = field(default_factory=dict)
     read_backs: dict[str, ReadBack] = field(default_factory=dict)
+    reading: set[str] = field(default_factory=set)
     news: list[tuple[str, int, int]] = field(default_factory=list)
     """What it has come to hold or has read back, the rank and the step, since it has told of it."""
     version: int = 0

@@ -1,4 +1,4 @@
-"""Reads thousands of objects in a process of its own.
+"""Reads many objects at a time in a process of its own.
 
 In threads of the coordinator's process the reading of a step of 16,384 ranks would keep its loop from its turn for half
 a minute, and nothing else would be decided meanwhile.
@@ -13,7 +13,7 @@ import os
 import signal
 import threading
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 
 from toprope.store.checkpoint.ready import read_capped
@@ -22,8 +22,9 @@ from toprope.store.names import Key
 from toprope.store.objects.opening import open_store
 from toprope.store.objects.protocol import ObjectStore
 
+_WHO = "the process that reads indexes for the coordinator"
 _NICE = 10
-_THREADS = 8
+_THREADS = 32
 """So many objects are read at once: a store in a network makes each wait."""
 
 
@@ -33,13 +34,14 @@ class BulkReader:
     def __init__(self, root: str) -> None:
         self._root = root
         self._pool: ProcessPoolExecutor | None = None
+        self._closed = False
         self._mutex = threading.Lock()
 
     async def bodies(self, keys: Sequence[Key], *, limit: int) -> list[bytes]:
         """Return objects as the medium has them; raises as ``read_capped``, what is wrong with the first that is wrong.
 
         Raises:
-            UnavailableError: the process has ended; the next call starts another.
+            UnavailableError: the process has ended or can't be started; the next call tries to start another.
         """
         found = await asyncio.to_thread(self._asked, tuple(keys), limit)
         if isinstance(found, CkptError):
@@ -47,32 +49,46 @@ class BulkReader:
         return found
 
     def _asked(self, keys: tuple[Key, ...], limit: int) -> list[bytes] | CkptError:
-        pool = self._started()
         try:
-            return pool.submit(_read, self._root, keys, limit).result()
+            with self._mutex:
+                reading = self._asking(keys, limit)
+            return reading.result()
         except BrokenProcessPool:
             with self._mutex:
-                self._pool = None if self._pool is pool else self._pool
-            return UnavailableError("the process that reads indexes for the coordinator has ended")
+                broken, self._pool = self._pool, None
+            if broken is not None:
+                broken.shutdown()
+            return UnavailableError(f"{_WHO} has ended; it is started again. Did it want too much memory?")
+        except CancelledError:
+            return UnavailableError(f"{_WHO} is being ended")
+        except OSError as error:
+            return UnavailableError(
+                f"{_WHO} can't be started: {error.strerror}. Are there limits on processes or memory?"
+            )
 
-    def _started(self) -> ProcessPoolExecutor:
-        with self._mutex:
-            if self._pool is None:
-                context = multiprocessing.get_context("spawn")
-                self._pool = ProcessPoolExecutor(1, mp_context=context, initializer=_begin)
-            return self._pool
+    def _asking(self, keys: tuple[Key, ...], limit: int) -> Future[list[bytes] | CkptError]:
+        """Ask the process, which is started if it must be."""
+        if self._closed:
+            raise CancelledError
+        if self._pool is None:
+            context = multiprocessing.get_context("spawn")
+            self._pool = ProcessPoolExecutor(1, mp_context=context, initializer=_begin)
+        return self._pool.submit(_read, self._root, keys, limit)
 
     def close(self) -> None:
         """End the process, once it has read what it is at."""
-        if self._pool is not None:
-            self._pool.shutdown(wait=False, cancel_futures=True)
-            self._pool = None
+        with self._mutex:
+            self._closed = True
+            if self._pool is not None:
+                self._pool.shutdown(wait=False, cancel_futures=True)
+                self._pool = None
 
 
 def _begin() -> None:
-    """Leave Ctrl-C to the coordinator, and time that both want; end when it has ended, however that was."""
+    """Leave signals to the coordinator, and time that both want; end when it has ended, however that was."""
     os.nice(_NICE)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     parent = multiprocessing.parent_process()
     assert parent is not None
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()

@@ -59,6 +59,11 @@ class IndexBodies:
             while self._bytes > self._most_bytes:
                 self._drop_oldest()
 
+    def keep_all(self, bodies: Sequence[bytes]) -> None:
+        """Keep indexes."""
+        for body in bodies:
+            self.keep(body)
+
     def turn(self) -> None:
         """Let go of what was not used for the last steps, now that another one is to become READY."""
         with self._mutex:
@@ -106,11 +111,11 @@ class ThreadedStore:
         """Return indexes as the medium has them."""
         if self._bulk is not None and len(keys) > 1:
             bodies = await self._bulk.bodies(keys, limit=MAX_INDEX_BYTES)
-        else:
-            read = partial(read_capped, self._store, limit=MAX_INDEX_BYTES, uncached=True)
-            bodies = [await asyncio.to_thread(read, key) for key in keys]
-        for body in bodies:
-            self._bodies.keep(body)
+            await asyncio.to_thread(self._bodies.keep_all, bodies)
+            return bodies
+        read = partial(read_capped, self._store, limit=MAX_INDEX_BYTES, uncached=True)
+        bodies = [await asyncio.to_thread(read, key) for key in keys]
+        self._bodies.keep_all(bodies)
         return bodies
 
     async def shards(self, state: JobState, seq: int) -> tuple[Shard, ...]:

@@ -23,10 +23,9 @@ def test_every_node_of_many_knows_what_is_protected_and_what_is_ready(
     figures = scale.measure(scale.parser().parse_args(words), tmp_path)  # it waits until each node knows each decision
     assert (figures["nodes"], figures["ranks"]) == (150, 300)
     for kind in ("protected_s", "ready_s"):
-        assert 0.0 < figures[kind]["decided"]["p50"] <= figures[kind]["known"]["max"]
+        assert 0.0 < figures[kind]["decided"]["p50"] <= figures[kind]["decided since held"]["p50"]
     assert [line for line in figures["warnings"] if "given no attempt: unavailable" not in line] == []
-    per_node = figures["per_second"]["desired bytes"] / figures["per_second"]["desired"]
-    assert per_node < 3000 < figures["per_second"]["whole document bytes"] / figures["per_second"]["whole document"]
+    assert figures["bytes_each"]["desired"] < 3000 < figures["bytes_each"]["whole document"]
     store = open_store(str(tmp_path / "store"), write=False)
     state = read_log(store, scale.JOB)
     assert [ready.step for ready in state.readies.values()] == [4 * scale.STEPS]

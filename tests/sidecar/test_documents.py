@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from tests.support.core_driver import Driver
@@ -11,8 +13,11 @@ from tests.support.core_driver import Driver
 from toprope.chaos.sim.loop import SimLoop
 from toprope.coordinator.pacing import until_turn_s
 from toprope.coordinator.wire import Desired, Inventory, OpenAnswer, OpenRequest
+from toprope.sidecar import events as on
 from toprope.sidecar.documents import HTTP_CHECK_ROUNDS, RETRY_S, Documents
 from toprope.sidecar.shouts import Shouts
+
+TURN_S = 2.0
 
 
 @dataclass
@@ -66,29 +71,77 @@ def test_what_a_broker_acknowledged_and_dropped_is_heard_all_the_same() -> None:
         loop.close()
 
 
-def test_in_a_large_job_a_node_tells_what_is_new_in_its_turn_and_then_the_newest() -> None:
-    driver = Driver()
-    driver.train()
-    driver.want(report_every_s=2.0)
+@contextmanager
+def publishing(driver: Driver) -> Iterator[tuple[SimLoop, Dropping, Documents]]:
+    """Publish what a node of a large job has, whose turn has just been."""
     broker, coordinator = Dropping(), Hearing(driver.desired)
     documents = Documents(driver.core, coordinator=coordinator, broker=broker, post=lambda _: None, shouts=Shouts())
     loop = SimLoop(random.Random(1))
     try:
-        publishing = loop.create_task(documents.publish())
-        turn_s = until_turn_s(2.0, node="a", now_s=loop.time())
-        loop.run_until_complete(asyncio.sleep(turn_s - 0.05))
-        assert broker.given == []
-        driver.snapshot(0, 1)
-        assert driver.core.published is not None
+        loop.run_until_complete(asyncio.sleep(until_turn_s(TURN_S, node="a", now_s=loop.time()) + 0.1))
+        task = loop.create_task(documents.publish())
         loop.run_until_complete(asyncio.sleep(0.1))
-        assert broker.given == [driver.core.published.version]
-        driver.snapshot(1, 2)
-        documents.on_publish(driver.core.published)
-        loop.run_until_complete(asyncio.sleep(1.8))
-        assert len(broker.given) == 1
-        loop.run_until_complete(asyncio.sleep(0.2))
-        assert broker.given[1:] == [driver.core.published.version]
-        publishing.cancel()
+        yield loop, broker, documents
+        task.cancel()
     finally:
         loop.drain()
         loop.close()
+
+
+def large() -> Driver:
+    driver = Driver()
+    driver.train()
+    driver.snapshot(2, 1)
+    driver.want(report_every_s=TURN_S)
+    return driver
+
+
+def newest(driver: Driver, documents: Documents) -> int:
+    """Say that there is something new, and return its version."""
+    assert driver.core.published is not None
+    documents.on_publish(driver.core.published)
+    return driver.core.published.version
+
+
+def test_in_a_large_job_a_node_tells_of_copies_in_its_turn_and_then_of_all_that_came_meanwhile() -> None:
+    driver = large()
+    with publishing(driver) as (loop, broker, documents):
+        first = newest(driver, documents)
+        assert broker.given == [first], "what a node has at first is told at once"
+        driver.snapshot(0, 2)
+        newest(driver, documents)
+        loop.run_until_complete(asyncio.sleep(1.0))
+        driver.snapshot(1, 3)
+        last = newest(driver, documents)
+        loop.run_until_complete(asyncio.sleep(TURN_S - 1.4))
+        assert broker.given == [first]
+        assert documents.is_untold()
+        loop.run_until_complete(asyncio.sleep(0.4))
+        assert broker.given == [first, last]
+        assert not documents.is_untold()
+
+
+def test_what_a_restart_waits_for_is_told_at_once_also_in_a_large_job() -> None:
+    driver = large()
+    with publishing(driver) as (loop, broker, documents):
+        driver.snapshot(0, 2)
+        newest(driver, documents)
+        loop.run_until_complete(asyncio.sleep(0.1))
+        assert len(broker.given) == 1
+        driver.on(on.ConnectionClosed(connection=1))
+        driver.hello(connection=2, launch_id="bb")
+        last = newest(driver, documents)
+        loop.run_until_complete(asyncio.sleep(0.1))
+        assert broker.given[1:] == [last]
+
+
+def test_a_sidecar_that_is_about_to_end_tells_at_once_what_it_has() -> None:
+    driver = large()
+    with publishing(driver) as (loop, broker, documents):
+        driver.snapshot(0, 2)
+        last = newest(driver, documents)
+        loop.run_until_complete(asyncio.sleep(0.1))
+        assert len(broker.given) == 1
+        documents.hurry()
+        loop.run_until_complete(asyncio.sleep(0.1))
+        assert broker.given[1:] == [last]

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from tests.sidecar.test_config import config
+from tests.sidecar.test_draining import alone, left
 from tests.support.core_driver import Driver, shard
 
 from toprope.coordinator.wire import Desired
@@ -181,3 +182,21 @@ def test_the_coordinator_is_asked_once_all_peer_copies_were_read_and_not_before(
 
     asyncio.run(serve())
     assert leftovers.done == ["spare 0", "spare 1", "asked"], "else a copy that was not read yet is pulled over"
+
+
+def test_a_sidecar_that_is_told_to_end_serves_until_what_it_holds_was_heard() -> None:
+    driver = alone()
+    assert left(driver) == "", "there is nothing else to see to"
+
+    async def serve() -> None:
+        async with asyncio.TaskGroup() as tasks:
+            sidecar = Sidecar(config(grace_s=20.0), parts_of(driver.core), tasks)
+            sidecar.drain()
+            soon_s = asyncio.get_running_loop().time() + 5.0
+            sidecar._look_at_grace(soon_s)
+            assert not sidecar.stop.is_set()
+            sidecar.documents._told = driver.core.published
+            sidecar._look_at_grace(soon_s)
+            assert sidecar.stop.is_set()
+
+    asyncio.run(serve())
