@@ -482,6 +482,8 @@ class Core:
             return self._keep, 0
         source = self.log_view.source
         before = self.desired.protected_step if self.desired is not None else 0
+        if self.requests.appending:  # the next attempt is decided: it would pass over what is promised of this one now
+            return self._keep, before
         if safety.protected_step > before:
             self.protected_at_s = now_s
         self._keep = protection.keep(

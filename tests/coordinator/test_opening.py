@@ -490,6 +490,22 @@ def test_a_step_that_becomes_ready_while_a_launch_is_decided_is_not_passed_over(
     assert (view.source, view.from_step) == ("ready", 4), "all nodes were asked before step 4 was READY"
 
 
+def test_no_more_is_promised_of_an_attempt_once_the_next_one_is_decided() -> None:
+    reign = training()
+    committed(reign, 2)
+    reign.end_trainers()
+    reign.held_back = {Append}
+    assert reign.ask("a", "b", launch_id=OTHER) is None
+    before = reign.desired
+    reign.hold(4, tiers=("memory", "peer"))
+    assert (reign.desired.protected_step, reign.desired.keep) == (before.protected_step, before.keep)
+    assert before.protected_step < 4
+    reign.release()
+    view = reign.answers[reign.requests].attempt
+    assert view is not None
+    assert view.from_step == 2, "decided before anybody had told of step 4"
+
+
 def test_objects_that_garbage_collection_may_take_are_nothing_to_begin_from() -> None:
     reign = training()
     committed(reign, 2)
