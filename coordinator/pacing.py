@@ -6,7 +6,6 @@ node, and to ask one that is silent: so often that the coordinator can read it a
 
 from __future__ import annotations
 
-import zlib
 from bisect import bisect_right
 from collections.abc import Sequence
 
@@ -42,17 +41,6 @@ class Pacing:
 def report_every_s(nodes: int) -> float:
     """Return in how long each of so many nodes has one turn to tell its inventory: a power of two, so that it stays."""
     return 0.0 if nodes < AT_ONCE_NODES else float(2 ** (nodes.bit_length() - 1)) / REPORTS_PER_S
-
-
-def until_turn_s(every_s: float, *, node: str, now_s: float) -> float:
-    """Return how long a node waits until it may tell of what is new: each has its own moment of every ``every_s``.
-
-    All have news at once, when a step ends. If each told it at once, the last would be heard after all others.
-    """
-    if not every_s:
-        return 0.0
-    moment_s = every_s * (zlib.crc32(node.encode()) / 2**32)
-    return (moment_s - now_s) % every_s
 
 
 class Asking:

@@ -7,13 +7,12 @@ import contextlib
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
-from toprope.coordinator.pacing import until_turn_s
 from toprope.coordinator.wire import TIERS, Desired, Inventory, Skip
 from toprope.sidecar import events as on
 from toprope.sidecar import metrics
 from toprope.sidecar.core import Core
 from toprope.sidecar.events import Event
-from toprope.sidecar.inventory import is_urgent
+from toprope.sidecar.inventory import is_urgent, until_turn_s
 from toprope.sidecar.ports import BrokerPort, CoordinatorError, CoordinatorPort
 from toprope.sidecar.shouts import Shouts
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from dataclasses import dataclass
 
 import msgspec
@@ -106,3 +107,14 @@ def is_urgent(newest: Inventory, told: Inventory | None) -> bool:
 def _waited_for(inventory: Inventory) -> tuple[list[RankState], bool, tuple[Adopted, ...]]:
     ranks = [msgspec.structs.replace(state, step=0) for state in inventory.ranks]
     return ranks, inventory.reading, inventory.adopted
+
+
+def until_turn_s(every_s: float, *, node: str, now_s: float) -> float:
+    """Return how long a node waits until it may tell of what is new: each has its own moment of every ``every_s``.
+
+    All have news at once, when a step ends. If each told it at once, the last would be heard after all others.
+    """
+    if not every_s:
+        return 0.0
+    moment_s = every_s * (zlib.crc32(node.encode()) / 2**32)
+    return (moment_s - now_s) % every_s

@@ -25,7 +25,6 @@ from aiohttp import web
 from toprope.chaos.live.fleet_mqtt import FleetMqtt
 from toprope.chaos.live.fleet_node import LAUNCH, Node
 from toprope.coordinator.adapters.http import served
-from toprope.coordinator.pacing import until_turn_s
 from toprope.coordinator.settings import Address
 from toprope.coordinator.wire import (
     MAX_DESIRED_BYTES,
@@ -41,6 +40,7 @@ from toprope.coordinator.wire import (
     encode,
 )
 from toprope.sidecar.documents import HTTP_CHECK_ROUNDS, RETRY_S
+from toprope.sidecar.inventory import until_turn_s
 
 NODES_A_RACK = 16
 READ = "read back"

@@ -35,7 +35,7 @@ OF_OUTAGES: tuple[Mutant, ...] = (
         name="delayed",
         safeguard="the log takes no attempt that was decided without it after what decides about it",
         invariant="I5",
-        seed=17,
+        seed=8,
         patches={("toprope.store.log.fold", "_broken_by_delay"): s.always(None)},
         narrow={
             **_NOTHING_ELSE,
@@ -76,7 +76,7 @@ OF_OUTAGES: tuple[Mutant, ...] = (
         name="first-things",
         safeguard="what was opened without the log comes into it before anything else that decides about it",
         invariant="I12",
-        seed=61,
+        seed=8,
         patches={("toprope.coordinator.performer", "Coordinator._held_up"): s.always(not YES)},
         narrow={
             **_NOTHING_ELSE,

@@ -38,8 +38,9 @@ def found(store: ObjectStore, job: str, records: Sequence[Record]) -> JobState:
         state = _append(store, state, first, only_at=0, writer_id=writer_id)
     if not missing:
         return state
-    state = append(store, state, lambda _: Elected(), term=state.term, writer_id=writer_id).state
-    for record in missing:
+    append(store, state, lambda _: Elected(), term=state.term, writer_id=writer_id)
+    state = check_log(store, job, records)  # another one may have founded as well, until it was fenced by this election
+    for record in records[_count(store, job) :]:
         state = _append(store, state, record, only_at=state.n, writer_id=writer_id)
     return state
 

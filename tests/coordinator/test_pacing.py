@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import pytest
-
-from toprope.coordinator.pacing import PROBES_MAX, WAIT_S_MAX, Asking, Pacing, report_every_s, until_turn_s
+from toprope.coordinator.pacing import PROBES_MAX, WAIT_S_MAX, Asking, Pacing, report_every_s
 from toprope.coordinator.readiness import HERE, Receipt, assign
 from toprope.coordinator.wire import Copy
 
@@ -29,16 +27,6 @@ def test_a_small_job_reports_at_once_and_a_large_one_as_often_as_can_be_read() -
     assert report_every_s(8) == report_every_s(127) == 0.0
     assert report_every_s(2048) == report_every_s(2100) == 4.0
     assert report_every_s(4096) == 8.0
-
-
-def test_each_node_of_a_large_job_has_a_turn_of_its_own_and_they_lie_evenly() -> None:
-    assert until_turn_s(0.0, node="n1", now_s=7.3) == 0.0
-    waits = sorted(until_turn_s(2.0, node=f"n{number:05d}", now_s=7.3) for number in range(2048))
-    assert 0.0 <= waits[0] < waits[-1] < 2.0
-    in_each_tenth = [sum(0.2 * tenth <= wait < 0.2 * (tenth + 1) for wait in waits) for tenth in range(10)]
-    assert all(150 < count < 260 for count in in_each_tenth)
-    wait_s = until_turn_s(2.0, node="n00007", now_s=7.3)
-    assert until_turn_s(2.0, node="n00007", now_s=9.3) == pytest.approx(wait_s), "the same moment, round after round"
 
 
 def test_few_silent_nodes_are_all_asked_and_of_many_each_in_its_turn() -> None:

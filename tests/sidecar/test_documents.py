@@ -8,13 +8,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+import pytest
 from tests.support.core_driver import Driver
 
 from toprope.chaos.sim.loop import SimLoop
-from toprope.coordinator.pacing import until_turn_s
 from toprope.coordinator.wire import Desired, Inventory, OpenAnswer, OpenRequest
 from toprope.sidecar import events as on
 from toprope.sidecar.documents import HTTP_CHECK_ROUNDS, RETRY_S, Documents
+from toprope.sidecar.inventory import until_turn_s
 from toprope.sidecar.shouts import Shouts
 
 TURN_S = 2.0
@@ -145,3 +146,13 @@ def test_a_sidecar_that_is_about_to_end_tells_at_once_what_it_has() -> None:
         documents.hurry()
         loop.run_until_complete(asyncio.sleep(0.1))
         assert broker.given[1:] == [last]
+
+
+def test_each_node_of_a_large_job_has_a_turn_of_its_own_and_they_lie_evenly() -> None:
+    assert until_turn_s(0.0, node="n1", now_s=7.3) == 0.0
+    waits = sorted(until_turn_s(2.0, node=f"n{number:05d}", now_s=7.3) for number in range(2048))
+    assert 0.0 <= waits[0] < waits[-1] < 2.0
+    in_each_tenth = [sum(0.2 * tenth <= wait < 0.2 * (tenth + 1) for wait in waits) for tenth in range(10)]
+    assert all(150 < count < 260 for count in in_each_tenth)
+    wait_s = until_turn_s(2.0, node="n00007", now_s=7.3)
+    assert until_turn_s(2.0, node="n00007", now_s=9.3) == pytest.approx(wait_s), "the same moment, round after round"

@@ -14,8 +14,9 @@ from tests.support.stores import JobBuilder, safetensors_image, shard_image
 
 from toprope.coordinator.commits import Commits
 from toprope.coordinator.effects import Commit
+from toprope.coordinator.events import ReadHere
 from toprope.coordinator.intents import CommitStep, make_manifest
-from toprope.coordinator.wire import Copy, Inventory, ReadBackTask
+from toprope.coordinator.wire import Copy, Inventory, ReadBack, ReadBackTask
 from toprope.sidecar.object_tier import ObjectTier
 from toprope.sidecar.packing import Codec
 from toprope.sidecar.siblings import Siblings
@@ -230,9 +231,14 @@ class Way:
         assert self.commits.steer(last_step=0, readers=["a", "b"], now_s=1.0) == []
         return self.commits.tasks(readers=["a", "b"], now_s=1.0)
 
+    def found(self, key: str, digest: str) -> None:
+        """Let the coordinator have read back an object itself, and found this digest."""
+        result = ReadBack(key=key, digest=digest, ok=True)
+        self.commits.read_here(ReadHere(key=key, result=result, now_s=1.0))
+
     def intent(self) -> CommitStep:
         for task in self.asked():
-            self.commits.found[task.key] = digest(self.builder.store.read(Key(task.key)))
+            self.found(task.key, digest(self.builder.store.read(Key(task.key))))
         (effect,) = self.commits.steer(last_step=0, readers=["a", "b"], now_s=2.0)
         assert isinstance(effect, Commit)
         return effect.intent
@@ -259,7 +265,8 @@ def test_an_upload_that_was_repeated_is_read_back_too_if_another_rank_rests_on_i
     (again,) = way.uploaded(range(1), nonce="a")
     way.told(again)
     assert {task.key for task in way.asked()} == {again.key, *(copy.key for copy in before)}
-    way.commits.found = {copy.key: copy.stored_digest for copy in (again, *before[1:])}
+    for copy in (again, *before[1:]):
+        way.found(copy.key, copy.stored_digest)
     assert [task.key for task in way.asked()] == [before[0].key]
     intent = way.intent()
     assert [receipt.copy for receipt in intent.receipts] == [again, *before[1:]]
@@ -292,7 +299,8 @@ def test_what_a_rank_rests_on_is_found_damaged_before_anything_is_ready() -> Non
     way.told(*before)
     way.tier = ObjectTier(way.builder.store, "job", codec="none")
     way.told(*way.uploaded(range(1), nonce="a"))
-    way.commits.found = {task.key: task.digest for task in way.asked()} | {before[0].key: "0" * 32}
+    for task in way.asked():
+        way.found(task.key, "0" * 32 if task.key == before[0].key else task.digest)
     (said,) = way.commits.steer(last_step=0, readers=["a", "b"], now_s=2.0)
     assert before[0].key in str(said)
     assert 10 in way.commits.dead
