@@ -46,7 +46,7 @@ OF_OUTAGES: tuple[Mutant, ...] = (
     Mutant(
         name="one-adoption",
         safeguard="a node adopts one attempt of a number",
-        invariant="I18",
+        invariant="I9",
         seed=13,
         patches={
             ("toprope.sidecar.adoption_book", "AdoptionBook.may_adopt"): s.any_proposal,
@@ -88,7 +88,7 @@ OF_OUTAGES: tuple[Mutant, ...] = (
         name="old-world",
         safeguard="an attempt is given out without the log only when the nodes of the one before have adopted it too",
         invariant="I18",
-        seed=97,
+        seed=205,
         patches={("toprope.coordinator.outage", "concerned"): s.new_world},
         narrow=REPLACED,
     ),
