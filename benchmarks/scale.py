@@ -135,12 +135,12 @@ async def _measured(
         applied_s = loop.time()
         _tell(f"{len(fleet.nodes)} nodes came in {came_s - began_s:.1f} s, opened in {applied_s - came_s:.1f} s")
         pids = {process.name: process.pid for process in processes} | {"fleet": os.getpid()}
+        opening = Usage.of(pids["coordinator"])
         stored = [number for number in range(1, options.snapshots + 1) if number % options.object_every == 0]
         for number in stored:
             fleet.prepare(number * STEPS)
         await asyncio.to_thread(os.sync)  # a node that lists a receipt has brought its object to the disk
         await asyncio.sleep(options.every)
-        opening = Usage.of(pids["coordinator"])
         fleet.counts.clear()
         fleet.late_s.clear()
         before, since_s = {name: Usage.of(pid) for name, pid in pids.items()}, loop.time()

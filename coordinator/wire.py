@@ -346,7 +346,7 @@ class Desired(_Document, frozen=True, kw_only=True):
     fenced: tuple[str, ...] = ()
     """Attempts by uid that were opened while the log could not be reached and that can't be entered into it: over."""
     report_every_s: float = 0.0
-    """So long a node waits from one inventory that it publishes to the next: so many nodes are there."""
+    """In so long a node has one turn to tell of its copies, since there are so many nodes; 0: it tells at once."""
     refused: dict[str, str] = {}
     """Nodes whose sidecar is not wanted, by incarnation, each with the reason."""
 

@@ -30,17 +30,15 @@ def found(store: ObjectStore, job: str, records: Sequence[Record]) -> JobState:
         FencedError: somebody else was elected meanwhile.
         UnavailableError: the outcome of an append is open; found again.
     """
-    state = check_log(store, job, records)
+    state, kept = _checked(store, job, records)
     writer_id = f"ckpt-{secrets.token_hex(8)}"
-    missing = list(records[_count(store, job) :])
-    if missing and state.n == 0:
-        first = missing.pop(0)
-        state = _append(store, state, first, only_at=0, writer_id=writer_id)
-    if not missing:
+    if state.n == 0 and records:
+        state, kept = _append(store, state, records[0], only_at=0, writer_id=writer_id), 1
+    if kept == len(records):
         return state
     append(store, state, lambda _: Elected(), term=state.term, writer_id=writer_id)
-    state = check_log(store, job, records)  # another one may have founded as well, until it was fenced by this election
-    for record in records[_count(store, job) :]:
+    state, kept = _checked(store, job, records)  # another one may have founded too, until this election fenced it
+    for record in records[kept:]:
         state = _append(store, state, record, only_at=state.n, writer_id=writer_id)
     return state
 
@@ -51,6 +49,12 @@ def check_log(store: ObjectStore, job: str, records: Sequence[Record]) -> JobSta
     Raises:
         UsageError: it has others.
     """
+    state, _ = _checked(store, job, records)
+    return state
+
+
+def _checked(store: ObjectStore, job: str, records: Sequence[Record]) -> tuple[JobState, int]:
+    """Return the state of a log, and how many of these records it has; raises as ``check_log``."""
     state, kept = JobState(job=job), 0
     for entry, after in read_entries(store, job):
         state = after
@@ -59,7 +63,7 @@ def check_log(store: ObjectStore, job: str, records: Sequence[Record]) -> JobSta
         if kept == len(records) or _plain(entry.record) != _plain(records[kept]):
             raise taken(job, entry.number)
         kept += 1
-    return state
+    return state, kept
 
 
 def taken(job: str, number: int) -> UsageError:
@@ -75,10 +79,6 @@ def _append(store: ObjectStore, state: JobState, record: Record, *, only_at: int
     if done.seq is None:
         raise taken(state.job, only_at)
     return done.state
-
-
-def _count(store: ObjectStore, job: str) -> int:
-    return sum(not isinstance(entry.record, Elected) for entry, _ in read_entries(store, job))
 
 
 def _plain(record: Record) -> Record:

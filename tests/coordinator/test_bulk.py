@@ -84,14 +84,6 @@ def read_on(reader: BulkReader) -> None:
 _COORDINATOR = """
 import asyncio, os, signal, sys
 from toprope.coordinator.adapters.bulk import BulkReader
-from toprope.coordinator.adapters.objects import ThreadedStore
-from toprope.coordinator.committing import READ_AT_ONCE, Committer
-from toprope.coordinator.intents import CommitStep
-from toprope.coordinator.log import Log
-from toprope.coordinator.readiness import Receipt
-from toprope.coordinator.wire import Copy
-from toprope.store.checkpoint.manifest import Index, Shard
-from toprope.store.checkpoint.ready import read_index_at, read_manifest
 from toprope.store.names import Key
 if __name__ == "__main__":
     reader = BulkReader(sys.argv[1])
