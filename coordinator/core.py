@@ -326,7 +326,7 @@ class Core:
         refused = self.outage.decide(request, event, known, self.requests.answered(event, self.roll))
         if refused is not None:
             return self.requests.answer(refused)
-        self.requests.appending = True
+        self.requests.appending = event.uid
         return []
 
     def _known(self) -> Known:
@@ -481,7 +481,7 @@ class Core:
         if attempt is None or safety is None:
             return self._keep, 0
         source = self.log_view.source
-        before = self.desired.protected_step if self.desired is not None else 0
+        before = self._promised_step(attempt.uid)
         if self.requests.appending:  # the next attempt is decided: it would pass over what is promised of this one now
             return self._keep, before
         if safety.protected_step > before:
@@ -494,6 +494,12 @@ class Core:
             can_protect=self.placing.plan.copies > 0 or self.settings.copies == 0,
         )
         return self._keep, safety.protected_step
+
+    def _promised_step(self, attempt_uid: str) -> int:
+        """Return up to which step of an attempt the nodes were told that it is protected."""
+        told = self.desired
+        ours = told is not None and told.attempt is not None and told.attempt.uid == attempt_uid
+        return told.protected_step if told is not None and ours else 0
 
     def _steer_aim(self, safety: protection.Safety | None, now_s: float) -> int:
         if safety is None or not self.placing.plan.copies:

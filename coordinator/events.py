@@ -105,8 +105,9 @@ class Declared:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenFailed:
-    """The attempt could not be appended: ``text`` says why. ``again``: the log has moved on, decide anew."""
+    """The attempt ``uid`` could not be appended: ``text`` says why. ``again``: the log has moved on, decide anew."""
 
+    uid: str
     text: str
     again: bool
     now_s: float

@@ -88,10 +88,10 @@ class Opener:
             await self._moved()
         except UnavailableError as error:
             self._post(LogReached(why=str(error), now_s=_now_s()))
-            self._post(OpenFailed(text=str(error), again=False, now_s=_now_s()))
+            self._post(OpenFailed(uid=intent.uid, text=str(error), again=False, now_s=_now_s()))
             return
         if done.seq is None:
-            self._post(OpenFailed(text="the log has moved on", again=True, now_s=_now_s()))
+            self._post(OpenFailed(uid=intent.uid, text="the log has moved on", again=True, now_s=_now_s()))
         else:
             self._metrics.attempts_opened.inc()
 

@@ -37,7 +37,8 @@ class Requests:
 
     deciding: OpenRequest | None = None
     waiters: tuple[int, ...] = ()
-    appending: bool = False
+    appending: str = ""
+    """The uid of the attempt that was decided, while it is on its way into the log; empty: none is."""
 
     def ask(self, event: Asked, known: Known) -> list[Effect]:
         """Take in a request: answer it at once, or begin to decide it."""
@@ -50,7 +51,7 @@ class Requests:
         if refusal is not None:
             return [Answer(request_id=event.request_id, answer=refusal)]
         if self.deciding is None:
-            self.deciding, self.waiters, self.appending = request, (event.request_id,), False
+            self.deciding, self.waiters, self.appending = request, (event.request_id,), ""
             return [_prepare(known)]
         if opening.key_of(self.deciding) == opening.key_of(request):
             self.waiters = (*self.waiters, event.request_id)
@@ -86,7 +87,7 @@ class Requests:
             uid=event.uid,
         )
         if isinstance(decided, OpenAttempt):
-            self.appending = True
+            self.appending = decided.uid
             return [Append(intent=decided)]
         return self.answer(decided)
 
@@ -99,14 +100,14 @@ class Requests:
     def failed(self, event: OpenFailed, known: Known) -> list[Effect]:
         """Take in that the attempt could not be appended: decide anew if the log has moved on, else say so."""
         request = self.deciding
-        if request is None:
+        if request is None or event.uid != self.appending:  # of an attempt that is there all the same
             return []
         if not event.again:
             return self.answer(OpenAnswer(code="unavailable", text=event.text))
         refused = opening.refusal(request, known.log_view)  # another spec may be the job's by now
         if refused is not None:
             return self.answer(refused)
-        self.appending = False
+        self.appending = ""
         return [_prepare(known)]
 
     def opened(self, view: AttemptView | None) -> list[Effect]:
@@ -128,7 +129,7 @@ class Requests:
     def answer(self, answer: OpenAnswer) -> list[Effect]:
         """Answer all who wait, and decide no more."""
         effects: list[Effect] = [Answer(request_id=one, answer=answer) for one in self.waiters]
-        self.deciding, self.waiters, self.appending = None, (), False
+        self.deciding, self.waiters, self.appending = None, (), ""
         return effects
 
 

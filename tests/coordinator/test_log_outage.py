@@ -395,9 +395,11 @@ def test_one_that_was_being_appended_when_the_log_went_away_is_waited_for() -> N
     reign.log_away("")
     reign.held_back = {Append}
     assert reign.ask("a", "b", launch_id=AGAIN) is None
+    (append,) = reign.kept_back
+    assert isinstance(append, Append)
     reign.kept_back.clear()
     reign.log_away()
-    reign.do(OpenFailed(text="no answer", again=False, now_s=reign.now_s))
+    reign.do(OpenFailed(uid=append.intent.uid, text="no answer", again=False, now_s=reign.now_s))
     reign.unsure = True
     assert "may be there yet" in waits(reign.ask("a", "b", launch_id=AGAIN))
     assert reign.desired.proposed is None

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import msgspec
 import pytest
+from msgspec import structs
 from tests.support.reigns import JOB, LAUNCH, SPEC, FakeNode, Reign, copy_of, training, two_nodes
 
 from toprope.coordinator import spec as specs
 from toprope.coordinator.effects import Answer, Append, Prepare
 from toprope.coordinator.events import Asked, OpenFailed
 from toprope.coordinator.wire import Copy, Kept, Member, OpenAnswer, OpenRequest
-from toprope.store.log.records import Job, Taint
+from toprope.store.log.records import NOBODY, Job, Taint
 
 OTHER = "2b" * 16
 
@@ -237,7 +238,7 @@ def test_an_attempt_whose_append_seemed_to_fail_is_found_in_the_log() -> None:
     (append,) = reign.kept_back
     assert isinstance(append, Append)
     landed = reign._open(append.intent)
-    reign.do(OpenFailed(text="no answer", again=False, now_s=0.0))
+    reign.do(OpenFailed(uid=append.intent.uid, text="no answer", again=False, now_s=0.0))
     assert reign.answers[1].code == "unavailable"
     reign.do(landed)
     view = opened(reign.ask("a", "b")).attempt
@@ -504,6 +505,44 @@ def test_no_more_is_promised_of_an_attempt_once_the_next_one_is_decided() -> Non
     view = reign.answers[reign.requests].attempt
     assert view is not None
     assert view.from_step == 2, "decided before anybody had told of step 4"
+
+
+def test_what_was_promised_of_an_attempt_is_not_said_of_the_one_that_somebody_goes_back_to() -> None:
+    reign = training()
+    committed(reign, 2)
+    reign.hold(4, tiers=("memory", "peer"))
+    assert reign.desired.protected_step == 4
+    reign.end_trainers()
+    reign.held_back = {Append}
+    assert reign.ask("a", "b", launch_id=OTHER) is None
+    before = reign.state.attempt
+    assert before is not None
+    back = structs.replace(
+        before, attempt=2, uid="9f" * 16, launch_id=NOBODY, ready=reign.state.head, held=None, from_step=2
+    )
+    reign.append_record(back)
+    assert reign.desired.attempt is not None
+    assert reign.desired.attempt.uid == back.uid
+    assert reign.desired.protected_step == 0
+
+
+def test_an_attempt_that_seemed_to_fail_does_not_stop_the_one_that_is_decided_by_now() -> None:
+    reign = two_nodes()
+    reign.held_back = {Append}
+    reign.ask("a", "b")
+    (first,) = reign.kept_back
+    assert isinstance(first, Append)
+    reign.kept_back.clear()
+    reign.do(reign._open(first.intent))
+    reign.verdict("applied")
+    reign.end_trainers()
+    assert reign.ask("a", "b", launch_id=OTHER) is None
+    reign.do(OpenFailed(uid=first.intent.uid, text="no answer", again=False, now_s=0.0))
+    before = reign.desired
+    reign.hold(2, tiers=("memory", "peer"))
+    assert reign.desired.protected_step == before.protected_step == 0
+    reign.release()
+    opened(reign.answers[reign.requests])
 
 
 def test_objects_that_garbage_collection_may_take_are_nothing_to_begin_from() -> None:

@@ -488,7 +488,7 @@ class Reign:
 
     def _open(self, intent: OpenAttempt) -> Event:
         if not self.log_up:
-            return OpenFailed(text="the log does not answer", again=False, now_s=self.now_s)
+            return OpenFailed(uid=intent.uid, text="the log does not answer", again=False, now_s=self.now_s)
         spec_sha256 = specs.name(intent.spec)
         body = manifest.encode(intent.facts)
         self.store.objects[f"facts/{manifest.sha256(body)}"] = body  # type: ignore[index] # a short key will do
@@ -498,7 +498,7 @@ class Reign:
             lambda state: make_attempt(state, intent, spec_sha256=spec_sha256, facts_sha256=manifest.sha256(body))
         )
         if not opened:
-            return OpenFailed(text="moved", again=True, now_s=self.now_s)
+            return OpenFailed(uid=intent.uid, text="moved", again=True, now_s=self.now_s)
         return LogMoved(log_view=self._log_view(), now_s=self.now_s)
 
     def _commit(self, intent: CommitStep) -> Event:
