@@ -8,15 +8,17 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from toprope.coordinator import readiness
-from toprope.coordinator.effects import Commit, Effect, ReadBackHere, Say
+from toprope.coordinator.effects import Commit, Effect, ReadAhead, ReadBackHere, Say
 from toprope.coordinator.events import CommitFailed, ReadHere
-from toprope.coordinator.intents import CommitStep
+from toprope.coordinator.intents import CommitStep, ReadIndexes
 from toprope.coordinator.readiness import HERE, Receipt
 from toprope.coordinator.wire import Copy, Inventory, ReadBack, ReadBackTask
 from toprope.store.log.records import Attempt
 
 UNANSWERED_MAX = 5
 """How often the store may not answer about a step, or an object of it, before a newer step goes first."""
+AHEAD_AT_ONCE = 256
+"""So many indexes at least are asked to be read ahead at a time, while more are to come."""
 LEAST_READ_BYTES_PER_S = 20e6
 """Nodes that read objects back more slowly than this are not waited for: the coordinator reads them itself."""
 
@@ -68,14 +70,15 @@ class Commits:
     committing: int = 0
     not_before_s: float = 0.0
     reading_here: set[str] = field(default_factory=set)
+    _unread: dict[int, list[Receipt]] = field(default_factory=dict)
+    """By step, those whose index nobody was asked to read yet."""
     _books: dict[int, Book | None] = field(default_factory=dict)
     """By step what was chosen of its receipts, until there are more; None when ranks have none that can be used."""
     _assigned: object = None
     """What the tasks of the step under way were assigned by."""
-    _open: tuple[ReadBackTask, ...] = ()
-    """Those of them of which nothing had been found after ``_open_finds`` findings."""
-    _open_finds: int = 0
-    _finds: int = 0
+    _tasks: tuple[ReadBackTask, ...] = ()
+    """Those of them of which nothing had been found then. They stay as they are until somebody else is to do them: if
+    each finding made them fewer, all that is said of a job would be said anew for each of thousands of objects."""
     _wrong: set[str] = field(default_factory=set)
     """The keys of objects that were found to have another digest than their receipt says."""
     _written: dict[str, Receipt] = field(default_factory=dict)
@@ -94,13 +97,14 @@ class Commits:
             if ours and copy.tier == "object" and 0 <= copy.rank < attempt.world_size:
                 by_key = self.receipts.setdefault(copy.step, {}).setdefault(copy.rank, {})
                 if copy.key not in by_key:
-                    by_key[copy.key] = self._written[copy.key] = Receipt(node=inventory.node, copy=copy)
+                    by_key[copy.key] = self._written[copy.key] = receipt = Receipt(node=inventory.node, copy=copy)
+                    self._unread.setdefault(copy.step, []).append(receipt)
                     self._books.pop(copy.step, None)
         if len(self.receipts) > steps_max(attempt.world_size):
             self._pass_over(attempt.world_size)
         for result in inventory.read_backs:
-            receipt = self._written.get(result.key)
-            vouched = receipt and receipt.node != inventory.node and receipt.copy.stored_digest == result.digest
+            about = self._written.get(result.key)
+            vouched = about and about.node != inventory.node and about.copy.stored_digest == result.digest
             if vouched and result.key not in self.found:
                 self._find(result)
 
@@ -146,7 +150,6 @@ class Commits:
 
     def _find(self, result: ReadBack) -> None:
         self.found[result.key] = digest = readiness.found_digest(result)
-        self._finds += 1
         receipt = self._written.get(result.key)
         if receipt is not None and digest != receipt.copy.stored_digest:
             self._wrong.add(result.key)
@@ -176,6 +179,7 @@ class Commits:
         """Forget all that is known of other steps."""
         self.receipts = {step: ranks for step, ranks in self.receipts.items() if step in steps}
         self._books = {step: book for step, book in self._books.items() if step in steps}
+        self._unread = {step: unread for step, unread in self._unread.items() if step in steps}
         self._written = {key: one for key, one in self._written.items() if one.copy.step in steps}
         self.found = {key: found for key, found in self.found.items() if key in self._written}
         self._wrong &= self._written.keys()
@@ -186,7 +190,27 @@ class Commits:
 
     def steer(self, *, last_step: int, readers: Sequence[str], now_s: float) -> list[Effect]:
         """Return what is to be done next; ``readers`` are the nodes that can read back."""
-        return [*self._say_behind(), *self._go_on(last_step=last_step, readers=readers, now_s=now_s)]
+        going_on = self._go_on(last_step=last_step, readers=readers, now_s=now_s)
+        return [*self._say_behind(), *self._read_ahead(), *going_on]
+
+    def _read_ahead(self) -> list[Effect]:
+        """Have indexes read of the step that is read back, and of the newest, in portions while it is not complete."""
+        wanted = {self.under_way, max(self.receipts, default=0)} - self.dead.keys()
+        return [
+            ReadAhead(indexes=self._indexes(step, self._unread.pop(step)))
+            for step in sorted(wanted & self._unread.keys())
+            if len(self._unread[step]) >= AHEAD_AT_ONCE or self._is_complete(step)
+        ]
+
+    def _indexes(self, step: int, receipts: Sequence[Receipt]) -> ReadIndexes:
+        assert self.attempt is not None
+        return ReadIndexes(
+            attempt=self.attempt.attempt,
+            attempt_uid=self.attempt.uid,
+            step=step,
+            world=self.attempt.world_size,
+            receipts=tuple(receipts),
+        )
 
     def _say_behind(self) -> list[Effect]:
         if not self._behind or self._said_behind:
@@ -217,7 +241,8 @@ class Commits:
             self.committing = step
             return [Commit(intent=self._intent(step, book))]
         tasks = self.tasks(readers=readers, now_s=now_s)
-        here = [task for task in tasks if task.node == HERE and task.key not in self.reading_here]
+        not_yet = [task for task in tasks if task.node == HERE and task.key not in self.found]
+        here = [task for task in not_yet if task.key not in self.reading_here]
         self.reading_here.update(task.key for task in here)
         return [ReadBackHere(task=task) for task in here]
 
@@ -253,21 +278,22 @@ class Commits:
         slow = now_s - self.under_way_since_s >= self.read_back_deadline_s + each / LEAST_READ_BYTES_PER_S
         by = (book, () if slow else tuple(readers))
         if by != self._assigned:
-            self._assigned, self._open, self._open_finds = by, readiness.assign(book.written, by[1]), -1
-        if self._open_finds != self._finds:
-            self._open = tuple(task for task in self._open if task.key not in self.found)
-            self._open_finds = self._finds
-        return self._open
+            tasks = readiness.assign(book.written, by[1])
+            self._assigned, self._tasks = by, tuple(task for task in tasks if task.key not in self.found)
+        return self._tasks
 
     def _book(self, step: int) -> Book | None:
         """Return what was chosen of a step's receipts once each rank has one whose rests have receipts too."""
-        assert self.attempt is not None
-        ranks = self.receipts.get(step, {})
-        if len(ranks) < self.attempt.world_size:
+        if not self._is_complete(step):
             return None
         if step not in self._books:
-            self._books[step] = self._chosen(ranks)
+            self._books[step] = self._chosen(self.receipts[step])
         return self._books[step]
+
+    def _is_complete(self, step: int) -> bool:
+        """Say whether each rank has a receipt of a step."""
+        assert self.attempt is not None
+        return len(self.receipts.get(step, {})) == self.attempt.world_size
 
     def _chosen(self, ranks: Mapping[int, Mapping[str, Receipt]]) -> Book | None:
         written = {key for by_key in ranks.values() for key in by_key}

@@ -3,22 +3,38 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 
 import msgspec
 
-from toprope.coordinator.intents import CommitStep, fault_of, index_key_of, make_manifest, make_ready, stands_alone
+from toprope.coordinator.index_checks import expected_of
+from toprope.coordinator.intents import CommitStep, ReadIndexes, make_manifest, make_ready
 from toprope.coordinator.log import Log
 from toprope.coordinator.ports import StorePort
+from toprope.coordinator.readiness import Receipt
+from toprope.coordinator.wire import Copy
 from toprope.store.checkpoint import manifest
 from toprope.store.checkpoint.manifest import Index
-from toprope.store.errors import CorruptObjectError
+from toprope.store.errors import CkptError, CorruptObjectError
 from toprope.store.log.records import Ready
 from toprope.store.names import manifest_key
 
 READ_AT_ONCE = 32
 PORTIONS_AT_ONCE = 2
 """Of more shards than are read at once, as many as that are a portion: another process reads it, if there is one."""
+STEPS_AHEAD = 2
+"""Of so many steps indexes are read ahead: of the one that is being read back, and of the newest."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Ahead:
+    """What was read ahead of a step: by receipt, and None where no more need be known."""
+
+    attempt_uid: str
+    found: dict[Copy, Index | None] = field(default_factory=dict)
+    reading: list[asyncio.Task[None]] = field(default_factory=list)
 
 
 class Committer:
@@ -28,6 +44,25 @@ class Committer:
         self._store = store
         self._log = log
         self._wall_s = wall_s
+        self._ahead: dict[int, _Ahead] = {}
+        self._portions_gate = asyncio.Semaphore(PORTIONS_AT_ONCE)
+
+    def read_ahead(self, indexes: ReadIndexes, *, tasks: asyncio.TaskGroup) -> None:
+        """Begin to read indexes; one that can't be read now is read again when its step is committed."""
+        self._forget(step for step, one in self._ahead.items() if one.attempt_uid != indexes.attempt_uid)
+        ahead = self._ahead.setdefault(indexes.step, _Ahead(attempt_uid=indexes.attempt_uid))
+        self._forget(sorted(self._ahead)[:-STEPS_AHEAD])
+        for portion in _portions(indexes.receipts, world=indexes.world):
+            ahead.reading.append(tasks.create_task(self._try(indexes, portion, into=ahead.found)))
+
+    def _forget(self, steps: Iterable[int]) -> None:
+        for step in list(steps):
+            for task in self._ahead.pop(step).reading:
+                task.cancel()
+
+    async def _try(self, indexes: ReadIndexes, receipts: Sequence[Receipt], *, into: dict[Copy, Index | None]) -> None:
+        with contextlib.suppress(CkptError):  # what is wrong with one is told of when its step is committed
+            await self._read(indexes, receipts, into=into)
 
     async def committed(self, intent: CommitStep) -> str:
         """Make a step READY; return what is in the way if it never can be.
@@ -38,8 +73,6 @@ class Committer:
             FencedError: another coordinator has been elected.
         """
         indexes = await self._indexes(intent)
-        if isinstance(indexes, str):
-            return indexes
         state = self._log.state
         seqs = sorted({index.base for index in indexes if index is not None and index.base is not None})
         if gone := sorted(set(seqs) - set(state.live)):
@@ -59,39 +92,50 @@ class Committer:
         )
         return "the log has moved on" if done.seq is None else ""
 
-    async def _indexes(self, intent: CommitStep) -> list[Index | None] | str:
-        """Return the indexes of a step, of its receipts and then of the others, or what is wrong with one.
-
-        Several are read at a time. Of those that stand alone nothing is kept once they are found to be right: those of
-        thousands of ranks together would not fit into memory.
-        """
-        receipts, state = (*intent.receipts, *intent.others), self._log.state
-        many = len(receipts) > READ_AT_ONCE
-        size = READ_AT_ONCE if many else 1
-        waiting = iter(range(0, len(receipts), size))
-        found: dict[int, Index | None] = {}
-        wrong: dict[int, str] = {}
-
-        async def read_on() -> None:
-            for at in waiting:
-                portion = receipts[at : at + size]
-                keys = [index_key_of(state, intent, receipt) for receipt in portion]
-                bodies = await self._store.read_indexes(keys)
-                for number, (receipt, key, body) in enumerate(zip(portion, keys, bodies, strict=True), at):
-                    index = manifest.decode(body, Index, key=key, expected_sha256=receipt.copy.index_sha256)
-                    found[number] = None if stands_alone(intent, index) else index
-                    if found[number] is None and (why := fault_of(state, intent, receipt, index)):
-                        wrong[number] = why
-                    if many:
-                        await asyncio.sleep(0)  # an index may be long, and others wait for the loop
-
+    async def _indexes(self, intent: CommitStep) -> list[Index | None]:
+        """Return the indexes of a step, of its receipts and then of the others; None where no more need be known."""
+        receipts = (*intent.receipts, *intent.others)
+        found = await self._found_ahead(intent)
+        missing = [
+            one
+            for one in receipts
+            if one.copy not in found or (found[one.copy] is None and one.copy.key in intent.rested_on)
+        ]
         try:
             async with asyncio.TaskGroup() as tasks:
-                for _ in range(PORTIONS_AT_ONCE if many else len(receipts)):
-                    tasks.create_task(read_on())
+                for portion in _portions(missing, world=intent.world):
+                    tasks.create_task(self._read(intent, portion, into=found))
         except ExceptionGroup as group:
             raise group.exceptions[0] from group
-        return wrong[min(wrong)] if wrong else [found[number] for number in range(len(receipts))]
+        return [found[one.copy] for one in receipts]
+
+    async def _found_ahead(self, intent: CommitStep) -> dict[Copy, Index | None]:
+        """Return what was read ahead of a step, all of it; nothing of an earlier one is wanted any more."""
+        self._forget([step for step in self._ahead if step < intent.step])
+        ahead = self._ahead.pop(intent.step, None)
+        if ahead is None or ahead.attempt_uid != intent.attempt_uid:
+            return {}
+        if ahead.reading:
+            await asyncio.wait(ahead.reading)
+        return ahead.found
+
+    async def _read(
+        self, of: CommitStep | ReadIndexes, receipts: Sequence[Receipt], *, into: dict[Copy, Index | None]
+    ) -> None:
+        """Read and check the indexes of a portion."""
+        rested_on = of.rested_on if isinstance(of, CommitStep) else ()
+        async with self._portions_gate if of.world > READ_AT_ONCE else contextlib.nullcontext():
+            state = self._log.state
+            expected = [expected_of(state, of, one, whole=one.copy.key in rested_on) for one in receipts]
+            for one, index in zip(receipts, await self._store.read_indexes(expected), strict=True):
+                into[one.copy] = index
 
     def _timed(self, ready: Ready | None) -> Ready | None:
         return None if ready is None else msgspec.structs.replace(ready, at_s=self._wall_s())
+
+
+def _portions(receipts: Sequence[Receipt], *, world: int) -> Iterator[Sequence[Receipt]]:
+    """Yield the receipts that are read one after the other: of few ranks each by itself, side by side."""
+    size = READ_AT_ONCE if world > READ_AT_ONCE else 1
+    for at in range(0, len(receipts), size):
+        yield receipts[at : at + size]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from toprope.coordinator.intents import CommitStep, OpenAttempt
+from toprope.coordinator.intents import CommitStep, OpenAttempt, ReadIndexes
 from toprope.coordinator.wire import Desired, OpenAnswer, Provisional, ReadBackTask
 
 
@@ -58,6 +58,13 @@ class Learn:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ReadAhead:
+    """Read indexes before their step is committed: those of thousands of ranks take longer than all else."""
+
+    indexes: ReadIndexes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Commit:
     """Check the indexes, write the manifest and make it READY."""
 
@@ -92,4 +99,6 @@ class Say:
     text: str
 
 
-Effect: TypeAlias = Publish | Probe | Prepare | Append | Enter | Learn | Commit | ReadBackHere | Tidy | Answer | Say
+Effect: TypeAlias = (
+    Publish | Probe | Prepare | Append | Enter | Learn | ReadAhead | Commit | ReadBackHere | Tidy | Answer | Say
+)

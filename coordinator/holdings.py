@@ -7,9 +7,10 @@ however many ranks there are.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from toprope.coordinator.placement import Domain
 from toprope.coordinator.protection import Safety
@@ -166,6 +167,8 @@ class Holdings:
 
     def _recount(self, rank: int, now: _Rank) -> None:
         before = self._ranks.get(rank, _NOTHING)
+        if before is now:
+            return
         for step in before.stands.keys() | now.stands.keys():
             old, new = before.stands.get(step), now.stands.get(step)
             if old != new:
@@ -200,47 +203,56 @@ def _move(newest: dict[int, int], old: int, new: int) -> None:
 
 def _rank(said: Collection[_Said]) -> _Rank:
     """Put together what all nodes say of a rank. Thousands of these are done each second: hence the plain loops."""
-    steps, newest_memory, newest_peer = set[int](), 0, 0
-    for _, memory, peer, stored, skipped in said:
-        steps.update(memory, peer, stored, skipped)
-        newest_memory = max(newest_memory, *memory) if memory else newest_memory
-        newest_peer = max(newest_peer, *peer) if peer else newest_peer
+    places, digests, differ = dict[Domain, int](), dict[int, str](), set[int]()
+    way: list[_Way] = []
+    for domain, memory, peer, stored, skipped in said:
+        for held in (memory, peer):
+            for step, digest in held.items():
+                if not digest or digests.setdefault(step, digest) != digest:
+                    differ.add(step)
+        place = places.setdefault(domain, len(places))
+        way.append((place, tuple(memory), tuple(peer), tuple(stored), tuple(skipped)))
+    return _of_way(tuple(way), frozenset(differ))
+
+
+_Way: TypeAlias = tuple[int, tuple[int, ...], tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+"""What a node says of a rank, whichever rank it is: the number of its domain, and the steps that ``_Said`` has."""
+
+
+@functools.lru_cache(4096)
+def _of_way(said: tuple[_Way, ...], differ: frozenset[int]) -> _Rank:
+    """Work out how a rank stands of which this is said; of the steps in ``differ`` there are copies that differ.
+
+    Ranks of a job stand in few ways at a time, however many there are.
+    """
+    steps = {step for _, *held in said for of_kind in held for step in of_kind}
+    newest_memory = max((step for _, memory, *_ in said for step in memory), default=0)
+    newest_peer = max((step for _, _, peer, *_ in said for step in peer), default=0)
     return _Rank(
-        stands={step: _stand(step, said, newest_memory, newest_peer) for step in steps},
+        stands={step: _stand(step, said, step in differ, newest_memory, newest_peer) for step in sorted(steps)},
         newest_memory=newest_memory,
         newest_peer=newest_peer,
     )
 
 
-def _stand(step: int, said: Collection[_Said], newest_memory: int, newest_peer: int) -> Stand:
-    own, others, digests = list[Domain](), list[Domain](), set[str]()
-    is_stored = is_skipped = passed = False
-    for domain, memory, peer, stored, skipped in said:
-        if step in memory:
-            own.append(domain)
-            digests.add(memory[step])
-        if step in peer:
-            others.append(domain)
-            digests.add(peer[step])
-        elif peer and newest_peer > step:
-            passed = passed or max(peer) > step
-        is_stored = is_stored or step in stored
-        is_skipped = is_skipped or step in skipped
-    agreed = len(digests) == 1 and "" not in digests
+def _stand(step: int, said: Sequence[_Way], differs: bool, newest_memory: int, newest_peer: int) -> Stand:  # noqa: FBT001 - a fact of the step
+    own = [place for place, memory, *_ in said if step in memory]
+    others = [place for place, _, peer, *_ in said if step in peer]
+    listed = bool(own or others)
+    agreed = listed and not differs
+    is_skipped = any(step in skipped for *_, skipped in said)
     return Stand(
-        bool(digests),
-        _apart(own, others) if own and agreed else -1,
-        agreed,
-        is_stored,
-        not own and (newest_memory > step or is_skipped),
-        newest_memory > step,
-        passed,
-        newest_peer > step,
+        listed=listed,
+        copies=_apart(own, others) if own and agreed else -1,
+        agreed=agreed,
+        stored=any(step in stored for *_, stored, _ in said),
+        lost=not own and (newest_memory > step or is_skipped),
+        gone_on=newest_memory > step,
+        passed=any(max(peer, default=0) > step for _, _, peer, *_ in said if step not in peer),
+        passing=newest_peer > step,
     )
 
 
-def _apart(own: Sequence[Domain], others: Sequence[Domain]) -> int:
+def _apart(own: Sequence[int], others: Sequence[int]) -> int:
     """Return how many domains other than its own a shard is copied to."""
-    if len(own) == len(others) == 1:
-        return int(own[0] != others[0])
-    return max(len({domain for domain in others if domain != mine}) for mine in own)
+    return max(len({place for place in others if place != mine}) for mine in own)

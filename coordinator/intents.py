@@ -12,11 +12,8 @@ from typing import Any
 from toprope.coordinator.readiness import Receipt
 from toprope.store.checkpoint.incremental import Grounds
 from toprope.store.checkpoint.manifest import Index, Manifest, Shard
-from toprope.store.checkpoint.ready import check_places
-from toprope.store.errors import CorruptObjectError, UsageError
 from toprope.store.log.fold import JobState
 from toprope.store.log.records import Attempt, AttemptFacts, Held, Job, Ready, Struck
-from toprope.store.names import Key, index_key
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +63,22 @@ class CommitStep:
     rested_on: frozenset[str] = frozenset()
     """The keys of the files that hold tensors of other shards of the step."""
 
+    @property
+    def world(self) -> int:
+        """Return how many ranks there are."""
+        return len(self.receipts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadIndexes:
+    """Read and check the indexes of some receipts of a step, which may be committed soon."""
+
+    attempt: int
+    attempt_uid: str
+    step: int
+    world: int
+    receipts: tuple[Receipt, ...]
+
 
 def make_spec(state: JobState, *, spec_sha256: str) -> Job | None:
     """Return the record that sets the job's spec; None when it is set."""
@@ -94,64 +107,14 @@ def make_attempt(state: JobState, intent: OpenAttempt, *, spec_sha256: str, fact
     )
 
 
-def index_key_of(state: JobState, intent: CommitStep, receipt: Receipt) -> Key:
-    """Return the key of the index of a receipt of a step.
-
-    It is computed: nothing is read because a node says that it lies there.
-
-    Raises:
-        CorruptObjectError: the receipt names another key.
-    """
-    copy, world = receipt.copy, len(intent.receipts)
-    said = f"the receipt of rank {copy.rank} from node {receipt.node} names the index {copy.index_key[:200]!r}"
-    try:
-        key = index_key(
-            state.job,
-            attempt=intent.attempt,
-            step=intent.step,
-            rank=copy.rank,
-            world=world,
-            sha256=copy.index_sha256,
-        )
-    except UsageError as error:
-        raise CorruptObjectError(f"{said} of SHA-256 {copy.index_sha256[:80]!r}: {error}") from error
-    if copy.index_key != key:
-        raise CorruptObjectError(f"{said}; expected {key}")
-    return key
-
-
-def fault_of(state: JobState, intent: CommitStep, receipt: Receipt, index: Index) -> str | None:
-    """Return what is wrong with an index by itself, None if nothing is: it must say what its receipt says.
-
-    Raises:
-        CorruptObjectError: it does not name files in which what it names can lie.
-    """
-    if why := _disagreement(state, intent, receipt, index):
-        return why
-    check_places(index, job=state.job, key=Key(receipt.copy.index_key))
-    return None
-
-
-def stands_alone(intent: CommitStep, index: Index) -> bool:
-    """Return whether an index points into no file but its own, and no other of its step into that."""
-    return index.base is None and len(index.files) == 1 and index.files[0].key not in intent.rested_on
-
-
 def make_manifest(
     state: JobState, intent: CommitStep, indexes: Sequence[Index | None], bases: Mapping[int, Sequence[Index]]
 ) -> Manifest | str:
-    """Return the manifest of a step, or what is wrong with an index.
+    """Return the manifest of a step, or what is wrong with an index; each is as its receipt says.
 
     What it names of other files must be what their indexes name: ``indexes`` are those of the step, the others last,
-    and ``bases`` those of the READYs that it rests on, by seq. None: one that stands alone and was found to be right.
-
-    Raises:
-        CorruptObjectError: an index does not name files in which what it names can lie.
+    and ``bases`` those of the READYs that it rests on, by seq. None: one that stands alone.
     """
-    receipts = (*intent.receipts, *intent.others)
-    for receipt, index in zip(receipts, indexes, strict=True):
-        if index is not None and (why := fault_of(state, intent, receipt, index)):
-            return why
     grounds = Grounds([index for index in indexes if index is not None], bases)
     for receipt, index in zip(intent.receipts, indexes, strict=False):
         if index is not None and (why := grounds.unfounded(index)):
@@ -162,7 +125,7 @@ def make_manifest(
         attempt=intent.attempt,
         attempt_uid=intent.attempt_uid,
         step=intent.step,
-        world=len(intent.receipts),
+        world=intent.world,
         spec_sha256=state.spec_sha256 or "",
         shards=tuple(
             Shard(
@@ -175,23 +138,6 @@ def make_manifest(
             for receipt in intent.receipts
         ),
     )
-
-
-def _disagreement(state: JobState, intent: CommitStep, receipt: Receipt, index: Index) -> str | None:
-    copy = receipt.copy
-    said = (index.job_uid, index.attempt, index.attempt_uid, index.step, index.rank, index.world)
-    wanted = (state.job_uid, intent.attempt, intent.attempt_uid, intent.step, copy.rank, len(intent.receipts))
-    if said != wanted:
-        return f"index {copy.index_key} is of (job, attempt, uid, step, rank, world) {said}, expected {wanted}"
-    found = (
-        index.bytes,
-        index.digest,
-        *((file.key, file.stored_bytes, file.stored_digest) for file in index.files[:1]),
-    )
-    expected = (copy.bytes, copy.digest, (copy.key, copy.stored_bytes, copy.stored_digest))
-    if found != expected:
-        return f"index {copy.index_key} names {found}, its receipt {expected}"
-    return None
 
 
 def make_ready(

@@ -24,6 +24,7 @@ from toprope.coordinator.effects import (
     Prepare,
     Probe,
     Publish,
+    ReadAhead,
     ReadBackHere,
     Say,
     Tidy,
@@ -148,6 +149,11 @@ class Coordinator:
         if whole is not None and (self._extracts is None or self._extracts.whole is not whole):
             self._extracts = Extracts(whole)
         return self._extracts
+
+    def _newest(self) -> Extracts:
+        cut = self._cut()
+        assert cut is not None, "there was one"
+        return cut
 
     async def desired_after(self, term: int, version: int) -> None:
         """Return once there is a Desired newer than (term, version), or the reign is over."""
@@ -382,9 +388,8 @@ class Coordinator:
             self._news.clear()
             async with self._changed:
                 self._changed.notify_all()
-            cut = self._cut()
-            if cut is not None and self._broker is not None:
-                await self._broker.publish(cut)
+            if self._cut() is not None and self._broker is not None:
+                await self._broker.publish(self._newest)
 
     async def _log_moved(self) -> None:
         assert self.core is not None
@@ -394,7 +399,7 @@ class Coordinator:
 
     # --- doing -----------------------------------------------------------------------------------------------------
 
-    def _perform(self, effect: Effect) -> None:  # noqa: C901 - one case per kind of effect
+    def _perform(self, effect: Effect) -> None:  # noqa: C901, PLR0912 - one case per kind of effect
         match effect:
             case Publish():
                 self._news.set()
@@ -412,6 +417,8 @@ class Coordinator:
                 self._tasks.create_task(self._opener.enter(effect))
             case Learn():
                 self._tasks.create_task(self._opener.learn(effect))
+            case ReadAhead():
+                self._committer.read_ahead(effect.indexes, tasks=self._tasks)
             case Commit():
                 self._tasks.create_task(self._commit(effect.intent))
             case Tidy():

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol, TypeAlias
 
 from toprope.coordinator.extracts import Extracts
+from toprope.coordinator.index_checks import Expected
 from toprope.coordinator.settings import Wrap
 from toprope.coordinator.wire import Desired, Health, Inventory, Presence, Provisional
 from toprope.store.checkpoint.manifest import Index, Shard
@@ -35,11 +36,12 @@ class StorePort(Protocol):
     async def sees_probe(self, nonce: str) -> bool:
         """Return whether a probe is in this store; raises as ``probing.sees_probe``."""
 
-    async def read_indexes(self, keys: Sequence[Key]) -> list[bytes]:
-        """Return indexes as the medium has them; raises as ``ObjectStore.read`` for the first that can't be read.
+    async def read_indexes(self, expected: Sequence[Expected]) -> list[Index | None]:
+        """Return indexes as the medium has them; None: one of which no more need be known.
 
         Raises:
-            CorruptObjectError: one is longer than an index may be.
+            StoreError: one is not there, or not as expected.
+            UnavailableError: the store did not answer.
         """
 
     async def shards(self, state: JobState, seq: int) -> tuple[Shard, ...]:
@@ -116,8 +118,11 @@ class BrokerPort(Protocol):
     async def run(self) -> None:
         """Stay connected until cancelled."""
 
-    async def publish(self, extracts: Extracts) -> None:
-        """Publish the retained documents; when this returns the broker has them, or there is no connection."""
+    async def publish(self, newest: Callable[[], Extracts]) -> None:
+        """Publish the retained documents; when this returns the broker has them, or there is no connection.
+
+        They are as ``newest`` had them when it was called or later.
+        """
 
     async def beat(self, health: Health) -> None:
         """Publish the leader's presence, which is not retained, if there is a connection."""

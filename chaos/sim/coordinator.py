@@ -210,8 +210,9 @@ class _Link:
         """Keep connected."""
         await self._client.run()
 
-    async def publish(self, extracts: Extracts) -> None:
+    async def publish(self, newest: Callable[[], Extracts]) -> None:
         """Publish the whole document."""
+        extracts = newest()
         for _ in range(_TRIES):
             if not self._client.session or await self._client.publish("desired", extracts.whole):
                 return

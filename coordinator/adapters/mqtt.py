@@ -62,20 +62,23 @@ class Mqtt:
         self._nodes: dict[str, Desired | None] = {}
         """Who was heard over this connection, and what each was told last."""
 
-    async def publish(self, extracts: Extracts) -> None:
+    async def publish(self, newest: Callable[[], Extracts]) -> None:
         """Publish the documents: to each node what it needs, where that has changed, and then the whole.
 
+        Each node is told what is ``newest`` by then: what is decided meanwhile need not wait for the last of thousands.
         All are retained. Without a connection nothing is done: a new one publishes anew.
         """
         client = self._client
-        if client is None:
-            return
-        self._extracts, self._whole = extracts, encode(extracts.whole)
-        while self._client is client:
+        while client is not None and self._client is client:
+            extracts = self._extracts = newest()
             try:
                 async with asyncio.timeout(_TIMEOUT_S) as self._publishing:
                     for node in sorted(self._nodes):
+                        extracts = self._extracts = newest()
                         await self._tell(client, node)
+                        if self._client is client:  # else it is to end now
+                            self._end_publishing_in(_TIMEOUT_S)
+                    self._whole = encode(extracts.whole)
                     await client.publish(f"toprope/{self._job}/desired", self._whole, qos=1, retain=True)
             except (aiomqtt.MqttError, TimeoutError) as error:
                 _LOG.warning(
@@ -99,6 +102,10 @@ class Mqtt:
         await client.publish(f"toprope/{self._job}/nodes/{node}/desired", encode(extract), qos=0, retain=True)
         self._nodes[node] = extract
 
+    def _end_publishing_in(self, seconds: float) -> None:
+        if self._publishing is not None and not self._publishing.expired():
+            self._publishing.reschedule(asyncio.get_running_loop().time() + seconds)
+
     async def beat(self, health: Health) -> None:
         """Publish the leader's presence, which is not retained: one that is old says nothing."""
         client = self._client
@@ -121,8 +128,7 @@ class Mqtt:
                 failures = 0 if self.is_connected else failures + 1
             finally:
                 self._client, self.is_connected = None, False
-                if self._publishing is not None and not self._publishing.expired():  # no answer will come any more
-                    self._publishing.reschedule(asyncio.get_running_loop().time())
+                self._end_publishing_in(0.0)  # no answer will come any more
             delay_s = _BACK_OFF_S[min(failures, len(_BACK_OFF_S) - 1)]
             await asyncio.sleep(delay_s * random.uniform(0.5, 1.0))  # noqa: S311 - jitter, no secret
 

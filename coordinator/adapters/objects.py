@@ -7,12 +7,13 @@ import contextlib
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from functools import partial
 
 from toprope.coordinator.adapters.bulk import BulkReader
+from toprope.coordinator.adapters.looking import KEPT_INDEX_BYTES, Look, look_at
 from toprope.coordinator.basing import base_shards, shards_there
-from toprope.store.checkpoint.manifest import MAX_INDEX_BYTES, Index, Manifest, Shard, sha256
-from toprope.store.checkpoint.ready import index_body, index_of_body, read_capped, read_manifest
+from toprope.coordinator.index_checks import Expected
+from toprope.store.checkpoint.manifest import Index, Manifest, Shard
+from toprope.store.checkpoint.ready import index_body, index_of_body, read_manifest
 from toprope.store.digest import digest_of_object
 from toprope.store.errors import AlreadyExistsError
 from toprope.store.keep.gc import GcPlan, execute, survey
@@ -25,8 +26,6 @@ from toprope.store.names import Key
 from toprope.store.objects.probing import sees_probe
 from toprope.store.objects.protocol import ObjectStore
 
-KEPT_INDEX_BYTES = 64 * 1024 * 1024
-"""How much of the indexes that were read is kept: those of a step that became READY are the base of the next one."""
 KEPT_TURNS = 4
 """How many steps later an index that was not used again is let go of: few are the base of more than the next one."""
 
@@ -49,20 +48,14 @@ class IndexBodies:
             self._bodies[named] = body, self._turn
             return body
 
-    def keep(self, body: bytes) -> None:
-        """Keep an index, and let go of others if that is too much."""
-        named = sha256(body)
+    def keep(self, named: str, body: bytes) -> None:
+        """Keep an index, which was found to have this SHA-256, and let go of others if that is too much."""
         with self._mutex:
             if self._bodies.pop(named, None) is None:
                 self._bytes += len(body)
             self._bodies[named] = body, self._turn
             while self._bytes > self._most_bytes:
                 self._drop_oldest()
-
-    def keep_all(self, bodies: Sequence[bytes]) -> None:
-        """Keep indexes."""
-        for body in bodies:
-            self.keep(body)
 
     def turn(self) -> None:
         """Let go of what was not used for the last steps, now that another one is to become READY."""
@@ -107,16 +100,18 @@ class ThreadedStore:
         """Return whether a probe is in this store."""
         return await asyncio.to_thread(sees_probe, self._store, nonce)
 
-    async def read_indexes(self, keys: Sequence[Key]) -> list[bytes]:
-        """Return indexes as the medium has them."""
-        if self._bulk is not None and len(keys) > 1:
-            bodies = await self._bulk.bodies(keys, limit=MAX_INDEX_BYTES)
-            await asyncio.to_thread(self._bodies.keep_all, bodies)
-            return bodies
-        read = partial(read_capped, self._store, limit=MAX_INDEX_BYTES, uncached=True)
-        bodies = [await asyncio.to_thread(read, key) for key in keys]
-        self._bodies.keep_all(bodies)
-        return bodies
+    async def read_indexes(self, expected: Sequence[Expected]) -> list[Index | None]:
+        """Return indexes as the medium has them, as far as more need be known of them."""
+        if self._bulk is not None and len(expected) > 1:
+            looks = await self._bulk.look(expected)
+        else:
+            looks = [await asyncio.to_thread(look_at, self._store, one) for one in expected]
+        return [self._looked(one, look) for one, look in zip(expected, looks, strict=True)]
+
+    def _looked(self, expected: Expected, look: Look) -> Index | None:
+        if look.body is not None:
+            self._bodies.keep(expected.copy.index_sha256, look.body)
+        return look.index
 
     async def shards(self, state: JobState, seq: int) -> tuple[Shard, ...]:
         """Return the shards of a READY checkpoint by rank, each file of them there and as long as it should be."""
@@ -157,11 +152,11 @@ def _indexes(store: ObjectStore, state: JobState, seq: int, bodies: IndexBodies)
 
 
 def _index(store: ObjectStore, manifest: Manifest, shard: Shard, bodies: IndexBodies) -> Index:
-    body = bodies.get(shard.index_sha256)
-    if body is None:
-        body = index_body(store, manifest, shard)
-        bodies.keep(body)
-    return index_of_body(body, manifest, shard)
+    kept = bodies.get(shard.index_sha256)
+    body = index_body(store, manifest, shard) if kept is None else kept
+    index = index_of_body(body, manifest, shard)
+    bodies.keep(shard.index_sha256, body)
+    return index
 
 
 def collected(store: ObjectStore, state: JobState, watch: HoldWatch, now_s: Callable[[], float]) -> GcPlan:

@@ -377,11 +377,13 @@ def damage_in(  # noqa: PLR0913 - what a damage consists of
 def read_capped(store: ObjectStore, key: Key, *, limit: int, uncached: bool = False) -> bytes:
     """Return an object, ``uncached`` as in ``ObjectStore.read``, unless it is longer than it may be.
 
+    It is one request: a store reads no more than ``MAX_WHOLE_BYTES`` without being told how much.
+
     Raises:
         CorruptObjectError: it is longer than ``limit``.
         MissingObjectError: it is not there.
     """
-    size = store.size(key)
-    if size > limit:
-        raise CorruptObjectError(f"{key}: {size} bytes; at most {limit}")
-    return store.read(key, uncached=uncached)
+    body = store.read(key, uncached=uncached)
+    if len(body) > limit:
+        raise CorruptObjectError(f"{key}: {len(body)} bytes; at most {limit}")
+    return body

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import msgspec
 import pytest
 from tests.support.fake_store import FakeStore
+from tests.support.receipts import expected_indexes
 from tests.support.reigns import JOB, SPEC, FakeNode, copy_of
 from tests.support.stores import JobBuilder, adapter_image
 
@@ -37,7 +38,7 @@ from toprope.coordinator.wire import (
 from toprope.sidecar.object_tier import ObjectTier
 from toprope.sidecar.values import Shard
 from toprope.store.checkpoint import manifest
-from toprope.store.checkpoint.manifest import MAX_INDEX_BYTES, File, Head, Index, Manifest
+from toprope.store.checkpoint.manifest import File, Head, Index, Manifest
 from toprope.store.checkpoint.ready import read_index_at
 from toprope.store.digest import digest
 from toprope.store.log.chain import read_log
@@ -257,9 +258,9 @@ async def test_what_was_read_to_make_a_step_ready_is_known_when_it_is_the_base()
     builder = JobBuilder(store, image=adapter_image, codec="none").begin()
     threaded = ThreadedStore(store)
     seq = builder.checkpoint(10)
-    for key in [key for key in store.objects if ".index." in key]:
-        await threaded.read_indexes([key])
-        store.objects[key] = b"lost"
+    for one in expected_indexes(builder, seq):
+        assert await threaded.read_indexes([one]) == [None]
+        store.objects[one.key] = b"lost"
     assert [index.rank for index in await threaded.indexes(builder.log.state, seq)] == [0, 1]
 
 
@@ -267,11 +268,11 @@ def test_no_more_of_the_indexes_is_kept_than_the_limit_and_the_last_ones_stay() 
     bodies = IndexBodies(most_bytes=250)
     made = [bytes([number]) * 100 for number in range(4)]
     for body in made:
-        bodies.keep(body)
+        bodies.keep(manifest.sha256(body), body)
         assert bodies.get(manifest.sha256(made[0])) in {made[0], None}
     kept = [bodies.get(manifest.sha256(body)) for body in made]
     assert kept == [made[0], None, None, made[3]]
-    bodies.keep(bytes(251))
+    bodies.keep(manifest.sha256(bytes(251)), bytes(251))
     assert bodies.get(manifest.sha256(bytes(251))) is None
 
 
@@ -351,16 +352,9 @@ async def test_an_index_is_read_only_where_its_name_says_that_it_lies(lie: str) 
     assert not read_log(live.store, JOB).readies
 
 
-async def test_an_index_that_is_too_long_is_not_read() -> None:
-    class Bloated(FakeStore):
-        def size(self, key: Key) -> int:
-            return MAX_INDEX_BYTES + 1 if ".index." in key else super().size(key)
-
-        def read(self, key: Key, *, start: int = 0, length: int | None = None, uncached: bool = False) -> bytes:
-            assert ".index." not in key
-            return super().read(key, start=start, length=length)
-
-    async with reigning(Bloated()) as live:
+async def test_an_index_that_is_too_long_makes_nothing_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("toprope.coordinator.adapters.looking.MAX_INDEX_BYTES", 100)
+    async with reigning() as live:
         live.upload(await opened(live), 3)
         live.say()
         await live.failed_commits(1)

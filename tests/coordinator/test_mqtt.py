@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any, ClassVar, Self
 
 import aiomqtt
 import pytest
+from msgspec import structs
 from tests.coordinator.test_extracts import WHOLE
 
 from toprope.coordinator.adapters import mqtt
 from toprope.coordinator.extracts import Extracts
 from toprope.coordinator.performer import ended
 from toprope.coordinator.settings import Address
+from toprope.coordinator.wire import Desired, decode
 
 
 class DeadBroker:
@@ -98,13 +100,58 @@ def test_a_connection_that_breaks_in_the_pause_after_a_failed_publication_ends_n
         async with asyncio.timeout(5.0), asyncio.TaskGroup() as tasks:
             running = tasks.create_task(client.run())
             await first.wait()
-            publishing = tasks.create_task(client.publish(Extracts(WHOLE)))
+            publishing = tasks.create_task(client.publish(lambda: Extracts(WHOLE)))
             await again.wait()
             assert not running.done()
             running.cancel()
             await publishing
 
     asyncio.run(published())
+
+
+class Noting(DeadBroker):
+    """A client that notes what is published, and lets a test do something at each publication."""
+
+    published: ClassVar[list[tuple[str, int]]]
+    meanwhile: ClassVar[Callable[[str], None]]
+
+    async def __aexit__(self, *_: object) -> None:
+        """Leave."""
+
+    async def publish(self, topic: str, body: bytes, **_: object) -> None:
+        self.published.append((topic.split("/")[-2], decode(body, Desired, limit=len(body)).version))
+        type(self).meanwhile(topic)
+        await asyncio.sleep(0)
+
+
+def test_what_is_decided_while_nodes_are_told_is_told_to_those_who_come_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(aiomqtt, "Client", Noting)
+    newest = Extracts(WHOLE)
+    Noting.published = []
+
+    def decide(topic: str) -> None:
+        nonlocal newest
+        if topic.endswith("b/desired"):
+            newest = Extracts(structs.replace(WHOLE, version=8, protected_step=50))
+
+    Noting.meanwhile = decide
+
+    async def published() -> None:
+        async with asyncio.timeout(5.0), asyncio.TaskGroup() as tasks:
+            reached = asyncio.Event()
+            client = mqtt.Mqtt(
+                Address(host="broker", port=1), job="job", topics=(), deliver=lambda _: None, connected=reached.set
+            )
+            running = tasks.create_task(client.run())
+            await reached.wait()
+            client._nodes = dict.fromkeys("abc")
+            for _ in range(2):
+                await client.publish(lambda: newest)
+            running.cancel()
+
+    asyncio.run(published())
+    first = [("a", 7), ("b", 7), ("c", 8), ("job", 8)]
+    assert Noting.published == [*first, ("a", 8), ("b", 8), ("job", 8)]
 
 
 def test_a_loop_that_loses_its_cancellation_is_told_again() -> None:

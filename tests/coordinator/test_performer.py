@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
@@ -57,8 +58,8 @@ class NotedBroker:
     def __init__(self) -> None:
         self.published: asyncio.Queue[Extracts] = asyncio.Queue()
 
-    async def publish(self, extracts: Extracts) -> None:
-        self.published.put_nowait(extracts)
+    async def publish(self, newest: Callable[[], Extracts]) -> None:
+        self.published.put_nowait(newest())
 
 
 def test_a_document_is_cut_once_for_all_who_are_told_of_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -390,14 +390,33 @@ def test_a_node_does_not_vouch_for_its_own_objects() -> None:
     assert reign.ready_steps == []
 
 
-def test_what_was_read_back_is_asked_of_nobody_any_more() -> None:
+def vouch(reign: Reign, task: ReadBackTask) -> None:
+    """Let the node that is to read an object back find it right."""
+    reign.nodes[task.node].read_backs.append(ReadBack(key=task.key, digest=task.digest, ok=True))
+    reign.hear(task.node)
+
+
+def test_nobody_is_told_anew_that_one_object_of_a_step_was_read_back() -> None:
     reign = training()
     reign.hold(8, tiers=("object",))
-    first, second = reign.desired.read_backs
-    for task, left in ((first, (second,)), (second, ())):
-        reign.nodes[task.node].read_backs.append(ReadBack(key=task.key, digest=task.digest, ok=True))
-        reign.hear()
-        assert reign.desired.read_backs == left
+    first, second = tasks = reign.desired.read_backs
+    before = reign.desired.version
+    vouch(reign, first)
+    assert (reign.desired.version, reign.desired.read_backs) == (before, tasks)
+    vouch(reign, second)
+    assert reign.ready_steps == [8]
+    assert reign.desired.read_backs == ()
+
+
+def test_what_was_read_back_is_asked_of_nobody_else_when_a_reader_is_gone() -> None:
+    reign = training()
+    reign.node("c")
+    reign.hold(8, tiers=("object",))
+    assert readers(reign) == {0: "b", 1: "c"}
+    vouch(reign, reign.desired.read_backs[0])
+    reign.lose("c")
+    assert readers(reign) == {1: "a"}
+    reign.read_back()
     assert reign.ready_steps == [8]
 
 

@@ -13,9 +13,11 @@ from tests.support.fake_store import FakeStore
 from tests.support.stores import JobBuilder, safetensors_image, shard_image
 
 from toprope.coordinator.commits import Commits
-from toprope.coordinator.effects import Commit
+from toprope.coordinator.effects import Commit, ReadAhead
 from toprope.coordinator.events import ReadHere
+from toprope.coordinator.index_checks import checked, expected_of
 from toprope.coordinator.intents import CommitStep, make_manifest
+from toprope.coordinator.readiness import Receipt
 from toprope.coordinator.wire import Copy, Inventory, ReadBack, ReadBackTask
 from toprope.sidecar.object_tier import ObjectTier
 from toprope.sidecar.packing import Codec
@@ -23,7 +25,7 @@ from toprope.sidecar.siblings import Siblings
 from toprope.sidecar.values import Shard
 from toprope.store.checkpoint.files import image_chunks
 from toprope.store.checkpoint.incremental import HEAD, Placed
-from toprope.store.checkpoint.manifest import File, Index, Manifest
+from toprope.store.checkpoint.manifest import File, Index, Manifest, encode, sha256
 from toprope.store.checkpoint.ready import read_index, read_index_at, read_manifest
 from toprope.store.checkpoint.shard import parse_header
 from toprope.store.digest import digest
@@ -228,7 +230,8 @@ class Way:
         return [put(self.tier, self.builder, step=10, rank=rank, nonce=f"{nonce}{rank}") for rank in ranks]
 
     def asked(self) -> tuple[ReadBackTask, ...]:
-        assert self.commits.steer(last_step=0, readers=["a", "b"], now_s=1.0) == []
+        effects = self.commits.steer(last_step=0, readers=["a", "b"], now_s=1.0)
+        assert all(isinstance(effect, ReadAhead) for effect in effects)
         return self.commits.tasks(readers=["a", "b"], now_s=1.0)
 
     def found(self, key: str, digest: str) -> None:
@@ -244,9 +247,16 @@ class Way:
         return effect.intent
 
     def made(self, intent: CommitStep, *, change: Callable[[Index], Index] = lambda index: index) -> Manifest | str:
-        receipts = (*intent.receipts, *intent.others)
-        indexes = [change(read_index_at(self.builder.store, Key(one.copy.index_key))) for one in receipts]
+        indexes = [self.checked(intent, one, change=change) for one in (*intent.receipts, *intent.others)]
         return make_manifest(self.builder.log.state, intent, indexes, {})
+
+    def checked(self, intent: CommitStep, receipt: Receipt, *, change: Callable[[Index], Index]) -> Index:
+        body = encode(change(read_index_at(self.builder.store, Key(receipt.copy.index_key))))
+        expected = expected_of(self.builder.log.state, intent, receipt)
+        return checked(
+            body,
+            msgspec.structs.replace(expected, copy=msgspec.structs.replace(expected.copy, index_sha256=sha256(body))),
+        )
 
 
 def test_a_step_whose_ranks_rest_on_one_another_may_become_ready() -> None:
@@ -267,7 +277,7 @@ def test_an_upload_that_was_repeated_is_read_back_too_if_another_rank_rests_on_i
     assert {task.key for task in way.asked()} == {again.key, *(copy.key for copy in before)}
     for copy in (again, *before[1:]):
         way.found(copy.key, copy.stored_digest)
-    assert [task.key for task in way.asked()] == [before[0].key]
+    assert [task.key for task in way.asked() if task.key not in way.commits.found] == [before[0].key]
     intent = way.intent()
     assert [receipt.copy for receipt in intent.receipts] == [again, *before[1:]]
     assert [receipt.copy for receipt in intent.others] == [before[0]]

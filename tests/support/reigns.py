@@ -24,6 +24,7 @@ from toprope.coordinator.effects import (
     Prepare,
     Probe,
     Publish,
+    ReadAhead,
     ReadBackHere,
     Say,
     Tidy,
@@ -44,7 +45,7 @@ from toprope.coordinator.events import (
     ReadHere,
     Ticked,
 )
-from toprope.coordinator.intents import CommitStep, OpenAttempt, make_attempt, make_ready, make_spec
+from toprope.coordinator.intents import CommitStep, OpenAttempt, ReadIndexes, make_attempt, make_ready, make_spec
 from toprope.coordinator.log_view import LogView
 from toprope.coordinator.moment import moment
 from toprope.coordinator.overview import Overview, overview
@@ -193,6 +194,7 @@ class Reign:
         self.waiting: deque[Effect] = deque()
         self.requests = 0
         self.tidied = 0
+        self.read_ahead: list[ReadIndexes] = []
         self.state = JobState(job=JOB)
         self.term = 0
         self.writer_id = f"c{len(self.store.objects)}"
@@ -429,6 +431,8 @@ class Reign:
                 node = self.nodes[effect.node]
                 adopted = tuple(node.adopted) if node.up else None
                 self._tell(Learned(node=effect.node, adopted=adopted, now_s=self.now_s))
+            case ReadAhead():
+                self.read_ahead.append(effect.indexes)
             case Commit():
                 self._tell(self._commit(effect.intent))
             case Tidy():
