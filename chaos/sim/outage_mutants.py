@@ -24,7 +24,7 @@ OF_OUTAGES: tuple[Mutant, ...] = (
         name="taken-back",
         safeguard="no document of one that does not know it takes an attempt back that nodes have adopted",
         invariant="I9",
-        seed=19,
+        seed=13,
         patches={
             ("toprope.sidecar.adoption_book", "AdoptionBook.held_to"): s.as_it_came,
             ("toprope.coordinator.core", "Core._may_speak"): s.as_soon_as_settled,
@@ -35,7 +35,7 @@ OF_OUTAGES: tuple[Mutant, ...] = (
         name="delayed",
         safeguard="the log takes no attempt that was decided without it after what decides about it",
         invariant="I5",
-        seed=8,
+        seed=34,
         patches={("toprope.store.log.fold", "_broken_by_delay"): s.always(None)},
         narrow={
             **_NOTHING_ELSE,
@@ -88,7 +88,7 @@ OF_OUTAGES: tuple[Mutant, ...] = (
         name="old-world",
         safeguard="an attempt is given out without the log only when the nodes of the one before have adopted it too",
         invariant="I18",
-        seed=205,
+        seed=38,
         patches={("toprope.coordinator.outage", "concerned"): s.new_world},
         narrow=REPLACED,
     ),

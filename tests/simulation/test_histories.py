@@ -31,18 +31,18 @@ _MARKED: dict[str, Any] = {
 SELDOM: dict[str, tuple[int, dict[str, Any]]] = {
     "METRIC came before an attempt opened without the log": (1, _MARKED),
     "PIN came before an attempt opened without the log": (1, _MARKED),
-    "a coordinator learned what was opened without the log": (6, OUTAGE),
+    "a coordinator learned what was opened without the log": (13, OUTAGE),
     "a hold was left behind": (
         2,
         {**READERS, "faults": ("reader",), "chaos_s": 30.0, "between_s": 0.7, "step_s": 0.5},
     ),
     "a read-back found damage": (
-        34,
+        15,
         {**PAIR, "faults": ("kill rank",), "store_fault": 0.1, "chaos_s": 30.0, "between_s": 6.0, "step_s": 1.5},
     ),
     "a reader refused wrong bytes": (0, RANGES),
     "a slow node adopted an attempt while two coordinators stood by": (
-        6,
+        0,
         {**STANDBYS, "some_of": (), "store_fault": 0.0},
     ),
     "a source was struck off": (
@@ -60,7 +60,7 @@ SELDOM: dict[str, tuple[int, dict[str, Any]]] = {
         },
     ),
     "an attempt opened without the log was rolled back": (
-        8,
+        1,
         {**_MARKED, "faults": ("store outage", "go back", "go back", "kill rank")},
     ),
     "the store went away while a record was appended": (51, OUTAGE),
