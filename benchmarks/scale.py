@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from toprope.chaos.live.broker import start_broker
-from toprope.chaos.live.fleet import Fleet
+from toprope.chaos.live.fleet import Fleet, Step
 from toprope.chaos.live.processes import Process, free_port, wait_ready
 from toprope.chaos.live.scratch import DISK, Scratch
 from toprope.coordinator.settings import Address
@@ -34,6 +34,8 @@ STEPS = 10
 """Training steps from one snapshot to the next."""
 LOCAL_EVERY = 2
 """Of so many snapshots one goes to the local tier."""
+SLOWEST = 5
+"""So many of the slowest decisions are told by themselves: after a step that is stored they take longer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,6 +168,7 @@ async def _measured(
         "opening_cpu_s": opening.cpu_s,
         "protected_s": _latencies(fleet.protected.values()),
         "ready_s": _latencies(fleet.ready.values()),
+        "slowest_s": _slowest(fleet.protected),
         "fleet_late_s": _quantiles(late_s),
         "processes": {
             name: {
@@ -198,6 +201,12 @@ def _latencies(steps: Any) -> dict[str, dict[str, float]]:  # noqa: ANN401 - wha
     return {"decided": _quantiles(first), "known": _quantiles(each), "decided since held": _quantiles(held)}
 
 
+def _slowest(steps: dict[int, Step]) -> dict[str, float]:
+    """Return which decisions took longest, and how long."""
+    took = {str(number): min(step.known_s.values()) - step.told_s for number, step in steps.items()}
+    return dict(sorted(took.items(), key=lambda one: -one[1])[:SLOWEST])
+
+
 def _quantiles(of: Sequence[float]) -> dict[str, float]:
     """Return the median, the 99th percentile and the greatest of what is sorted."""
     if not of:
@@ -215,6 +224,7 @@ def show(figures: dict[str, Any]) -> None:
     for name in ("protected", "ready"):
         for until, quantiles in figures[f"{name}_s"].items():
             print(f"{name} {until:20} {_shown(quantiles)}")
+    print(f"{'slowest, by step':28} {_shown(figures['slowest_s'])}")
     print(f"{'the fleet was late':28} {_shown(figures['fleet_late_s'])}")
     for name, used in figures["processes"].items():
         print(f"{name:12} {used['cores']:.2f} cores, {used['rss_mib']:.0f} MiB now, {used['peak_mib']:.0f} MiB at most")

@@ -79,6 +79,10 @@ class Commits:
     _tasks: tuple[ReadBackTask, ...] = ()
     """Those of them of which nothing had been found then. They stay as they are until somebody else is to do them: if
     each finding made them fewer, all that is said of a job would be said anew for each of thousands of objects."""
+    _here: tuple[ReadBackTask, ...] = ()
+    """Those of them that the coordinator is to do."""
+    _open: set[str] = field(default_factory=set)
+    """The keys of those of which nothing has been found yet."""
     _wrong: set[str] = field(default_factory=set)
     """The keys of objects that were found to have another digest than their receipt says."""
     _written: dict[str, Receipt] = field(default_factory=dict)
@@ -150,6 +154,7 @@ class Commits:
 
     def _find(self, result: ReadBack) -> None:
         self.found[result.key] = digest = readiness.found_digest(result)
+        self._open.discard(result.key)
         receipt = self._written.get(result.key)
         if receipt is not None and digest != receipt.copy.stored_digest:
             self._wrong.add(result.key)
@@ -237,12 +242,11 @@ class Commits:
             return [Say(level="error", text=f"step {step} can't become READY: {why}")]
         if now_s < self.not_before_s:
             return []
-        if all(receipt.copy.key in self.found for receipt in written):
+        self.tasks(readers=readers, now_s=now_s)
+        if not self._open:
             self.committing = step
             return [Commit(intent=self._intent(step, book))]
-        tasks = self.tasks(readers=readers, now_s=now_s)
-        not_yet = [task for task in tasks if task.node == HERE and task.key not in self.found]
-        here = [task for task in not_yet if task.key not in self.reading_here]
+        here = [task for task in self._here if task.key in self._open and task.key not in self.reading_here]
         self.reading_here.update(task.key for task in here)
         return [ReadBackHere(task=task) for task in here]
 
@@ -280,6 +284,8 @@ class Commits:
         if by != self._assigned:
             tasks = readiness.assign(book.written, by[1])
             self._assigned, self._tasks = by, tuple(task for task in tasks if task.key not in self.found)
+            self._here = tuple(task for task in self._tasks if task.node == HERE)
+            self._open = {task.key for task in self._tasks}
         return self._tasks
 
     def _book(self, step: int) -> Book | None:

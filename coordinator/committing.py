@@ -21,9 +21,10 @@ from toprope.store.errors import CkptError, CorruptObjectError
 from toprope.store.log.records import Ready
 from toprope.store.names import manifest_key
 
-READ_AT_ONCE = 32
-PORTIONS_AT_ONCE = 2
-"""Of more shards than are read at once, as many as that are a portion: another process reads it, if there is one."""
+FEW_RANKS = 32
+"""Of so few the indexes are read all at once, here."""
+PORTION, PORTIONS_AT_ONCE = 256, 2
+"""Of more ranks, so many are read at a time: by another process, if there is one, which costs time for each portion."""
 STEPS_AHEAD = 2
 """Of so many steps indexes are read ahead: of the one that is being read back, and of the newest."""
 
@@ -124,7 +125,7 @@ class Committer:
     ) -> None:
         """Read and check the indexes of a portion."""
         rested_on = of.rested_on if isinstance(of, CommitStep) else ()
-        async with self._portions_gate if of.world > READ_AT_ONCE else contextlib.nullcontext():
+        async with self._portions_gate if of.world > FEW_RANKS else contextlib.nullcontext():
             state = self._log.state
             expected = [expected_of(state, of, one, whole=one.copy.key in rested_on) for one in receipts]
             for one, index in zip(receipts, await self._store.read_indexes(expected), strict=True):
@@ -136,6 +137,6 @@ class Committer:
 
 def _portions(receipts: Sequence[Receipt], *, world: int) -> Iterator[Sequence[Receipt]]:
     """Yield the receipts that are read one after the other: of few ranks each by itself, side by side."""
-    size = READ_AT_ONCE if world > READ_AT_ONCE else 1
+    size = PORTION if world > FEW_RANKS else 1
     for at in range(0, len(receipts), size):
         yield receipts[at : at + size]

@@ -32,6 +32,8 @@ from toprope.store.names import checked_id
 _KEEPALIVE_S = 5
 _TIMEOUT_S = 5.0
 _AGAIN_S = 0.2
+_TOLD_AT_ONCE = 64
+"""So many nodes are told at a time: one by one thousands of them would take as many turns of a loop that is busy."""
 _BACK_OFF_S = (0.1, 0.2, 0.5, 1.0, 2.0)
 _MAX_PRESENCE_BYTES = 4096
 _LOG = logging.getLogger("toprope.coordinator")
@@ -73,9 +75,10 @@ class Mqtt:
             extracts = self._extracts = newest()
             try:
                 async with asyncio.timeout(_TIMEOUT_S) as self._publishing:
-                    for node in sorted(self._nodes):
+                    nodes = sorted(self._nodes)
+                    for at in range(0, len(nodes), _TOLD_AT_ONCE):
                         extracts = self._extracts = newest()
-                        await self._tell(client, node)
+                        await self._tell_all(client, nodes[at : at + _TOLD_AT_ONCE])
                         if self._client is client:  # else it is to end now
                             self._end_publishing_in(_TIMEOUT_S)
                     self._whole = encode(extracts.whole)
@@ -91,6 +94,14 @@ class Mqtt:
             finally:
                 self._publishing = None  # before any pause: a time limit that is over can't be moved
             await asyncio.sleep(_AGAIN_S)
+
+    async def _tell_all(self, client: aiomqtt.Client, nodes: Sequence[str]) -> None:
+        try:
+            async with asyncio.TaskGroup() as telling:
+                for node in nodes:
+                    telling.create_task(self._tell(client, node))
+        except ExceptionGroup as group:
+            raise group.exceptions[0] from group
 
     async def _tell(self, client: aiomqtt.Client, node: str) -> None:
         """Publish what a node needs. Nothing is waited for: the whole comes after it, and that is acknowledged."""
@@ -140,6 +151,7 @@ class Mqtt:
             keepalive=_KEEPALIVE_S,
             timeout=_TIMEOUT_S,
         )
+        client.pending_calls_threshold = 2 * _TOLD_AT_ONCE  # it warns of more calls at a time than that
         self._extracts, self._whole = None, b""
         self._nodes.clear()
         async with client:

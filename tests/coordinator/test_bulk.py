@@ -23,7 +23,7 @@ from toprope.chaos.live.processes import wait_until
 from toprope.coordinator.adapters.bulk import BulkReader
 from toprope.coordinator.adapters.looking import Look
 from toprope.coordinator.adapters.objects import ThreadedStore
-from toprope.coordinator.committing import READ_AT_ONCE, Committer
+from toprope.coordinator.committing import PORTION, Committer
 from toprope.coordinator.index_checks import Expected
 from toprope.coordinator.intents import CommitStep
 from toprope.coordinator.log import Log
@@ -162,9 +162,9 @@ class Portions(ThreadedStore):
         return await super().read_indexes(expected)
 
 
-@pytest.mark.parametrize("wrong", [(), (65, 40)])
+@pytest.mark.parametrize("wrong", [(), (PORTION - 1, 40)])
 async def test_of_many_ranks_each_index_is_held_against_its_own_receipt(wrong: tuple[int, ...]) -> None:
-    builder = JobBuilder(FakeStore(), image=adapter_image, codec="none", world=2 * READ_AT_ONCE + 6).begin()
+    builder = JobBuilder(FakeStore(), image=adapter_image, codec="none", world=PORTION + 6).begin()
     receipts = list(receipts_of(builder, builder.checkpoint(10)))
     for rank in wrong:
         receipts[rank] = replace(receipts[rank], copy=structs.replace(receipts[rank].copy, bytes=1))
@@ -178,4 +178,4 @@ async def test_of_many_ranks_each_index_is_held_against_its_own_receipt(wrong: t
             await committer._indexes(intent)
     else:
         assert await committer._indexes(intent) == [None] * len(receipts)
-        assert sorted(store.sizes) == [6, READ_AT_ONCE, READ_AT_ONCE]
+        assert sorted(store.sizes) == [6, PORTION]

@@ -126,6 +126,7 @@ class Noting(DeadBroker):
 
 def test_what_is_decided_while_nodes_are_told_is_told_to_those_who_come_next(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(aiomqtt, "Client", Noting)
+    monkeypatch.setattr(mqtt, "_TOLD_AT_ONCE", 1)
     newest = Extracts(WHOLE)
     Noting.published = []
 
