@@ -38,14 +38,14 @@ class DeadBroker:
         yield  # type: ignore[misc] # never reached: what makes this a generator
 
 
-async def connected(loop: asyncio.TaskGroup) -> asyncio.Task[None]:
+async def connected(loop: asyncio.TaskGroup) -> tuple[mqtt.Mqtt, asyncio.Task[None]]:
     reached = asyncio.Event()
     client = mqtt.Mqtt(
         Address(host="broker", port=1), job="job", topics=(), deliver=lambda _: None, connected=reached.set
     )
     running = loop.create_task(client.run())
     await reached.wait()
-    return running
+    return client, running
 
 
 def test_a_broker_that_dies_with_the_coordinator_does_not_keep_it_from_ending(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,7 +53,7 @@ def test_a_broker_that_dies_with_the_coordinator_does_not_keep_it_from_ending(mo
 
     async def told_once() -> None:
         async with asyncio.timeout(5.0), asyncio.TaskGroup() as tasks:
-            running = await connected(tasks)
+            _, running = await connected(tasks)
             running.cancel()
             await asyncio.wait([running], timeout=1.0)
             assert running.cancelled()
@@ -124,6 +124,14 @@ class Noting(DeadBroker):
         await asyncio.sleep(0)
 
 
+class Steady(Noting):
+    """One that takes its time for each: all of them take longer than a publication may that does not go on."""
+
+    async def publish(self, topic: str, body: bytes, **_: object) -> None:
+        await asyncio.sleep(0.15)
+        self.published.append((topic.split("/")[-2], len(body)))
+
+
 def test_what_is_decided_while_nodes_are_told_is_told_to_those_who_come_next(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(aiomqtt, "Client", Noting)
     monkeypatch.setattr(mqtt, "_TOLD_AT_ONCE", 1)
@@ -139,12 +147,7 @@ def test_what_is_decided_while_nodes_are_told_is_told_to_those_who_come_next(mon
 
     async def published() -> None:
         async with asyncio.timeout(5.0), asyncio.TaskGroup() as tasks:
-            reached = asyncio.Event()
-            client = mqtt.Mqtt(
-                Address(host="broker", port=1), job="job", topics=(), deliver=lambda _: None, connected=reached.set
-            )
-            running = tasks.create_task(client.run())
-            await reached.wait()
+            client, running = await connected(tasks)
             client._nodes = dict.fromkeys("abc")
             for _ in range(2):
                 await client.publish(lambda: newest)
@@ -153,6 +156,26 @@ def test_what_is_decided_while_nodes_are_told_is_told_to_those_who_come_next(mon
     asyncio.run(published())
     first = [("a", 7), ("b", 7), ("c", 8), ("job", 8)]
     assert Noting.published == [*first, ("a", 8), ("b", 8), ("job", 8)]
+
+
+def test_telling_many_is_not_given_up_while_it_goes_on(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(aiomqtt, "Client", Steady)
+    monkeypatch.setattr(mqtt, "_TOLD_AT_ONCE", 1)
+    monkeypatch.setattr(mqtt, "_TIMEOUT_S", 1.0)
+    Steady.published, nodes = [], [f"n{number}" for number in range(10)]
+
+    async def published() -> None:
+        async with asyncio.timeout(30.0), asyncio.TaskGroup() as tasks:
+            client, running = await connected(tasks)
+            client._nodes = dict.fromkeys(nodes)
+            await client.publish(lambda: Extracts(WHOLE))
+            running.cancel()
+
+    asyncio.run(published())
+    assert [node for node, _ in Steady.published] == [*nodes, "job"]
+    assert not caplog.records
 
 
 def test_a_loop_that_loses_its_cancellation_is_told_again() -> None:
