@@ -482,7 +482,9 @@ class Core:
             return self._keep, 0
         source = self.log_view.source
         before = self._promised_step(attempt.uid)
-        if self.requests.appending:  # the next attempt is decided: it would pass over what is promised of this one now
+        if self.requests.may_be_next(
+            self.logged.state.n, attempt
+        ):  # it would pass over what is promised of this one now
             return self._keep, before
         if safety.protected_step > before:
             self.protected_at_s = now_s

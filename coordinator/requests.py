@@ -39,6 +39,9 @@ class Requests:
     waiters: tuple[int, ...] = ()
     appending: str = ""
     """The uid of the attempt that was decided, while it is on its way into the log; empty: none is."""
+    _doubt: tuple[int, Attempt | None] = (-1, None)
+    """When an append failed, how many records the log had, and the attempt then: until it has more, or that attempt is
+    over without it, what was decided may be there yet."""
 
     def ask(self, event: Asked, known: Known) -> list[Effect]:
         """Take in a request: answer it at once, or begin to decide it."""
@@ -91,6 +94,10 @@ class Requests:
             return [Append(intent=decided)]
         return self.answer(decided)
 
+    def may_be_next(self, logged_n: int, attempt: Attempt) -> bool:
+        """Say whether one that was decided may follow this attempt in the log, which has so many records now."""
+        return self.appending != "" or self._doubt == (logged_n, attempt)
+
     @staticmethod
     def answered(event: Prepared, roll: Roll) -> tuple[Node, ...]:
         """Return the nodes that answered when they were asked."""
@@ -103,6 +110,7 @@ class Requests:
         if request is None or event.uid != self.appending:  # of an attempt that is there all the same
             return []
         if not event.again:
+            self._doubt = known.logged_n, known.log_view.state.attempt
             return self.answer(OpenAnswer(code="unavailable", text=event.text))
         refused = opening.refusal(request, known.log_view)  # another spec may be the job's by now
         if refused is not None:

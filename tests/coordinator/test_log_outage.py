@@ -408,6 +408,26 @@ def test_one_that_was_being_appended_when_the_log_went_away_is_waited_for() -> N
     assert reign.desired.proposed is not None
 
 
+def test_steps_of_what_was_opened_without_the_log_are_protected_although_an_append_had_failed_before() -> None:
+    reign = away()
+    reign.log_away("")
+    reign.held_back = {Append}
+    assert reign.ask("a", "b", launch_id=AGAIN) is None
+    (append,) = reign.kept_back
+    assert isinstance(append, Append)
+    reign.kept_back.clear()
+    reign.held_back.clear()
+    reign.log_away()
+    reign.do(OpenFailed(uid=append.intent.uid, text="no answer", again=False, now_s=reign.now_s))
+    view = opened(reign)
+    reign.verdict_of(view)
+    for rank, (own, other) in enumerate((("a", "b"), ("b", "a"))):
+        reign.nodes[own].copies.append(copy_of(view.uid, 8, rank, "memory", attempt=2))
+        reign.nodes[other].copies.append(copy_of(view.uid, 8, rank, "peer", attempt=2))
+    reign.hear()
+    assert reign.desired.protected_step == 8
+
+
 def test_another_launch_waits_until_what_is_proposed_is_adopted() -> None:
     reign = away()
     assert reign.ask("a", "b", launch_id=AGAIN) is None

@@ -11,7 +11,7 @@ from toprope.coordinator import spec as specs
 from toprope.coordinator.effects import Answer, Append, Prepare
 from toprope.coordinator.events import Asked, OpenFailed
 from toprope.coordinator.wire import Copy, Kept, Member, OpenAnswer, OpenRequest
-from toprope.store.log.records import NOBODY, Job, Taint
+from toprope.store.log.records import NOBODY, Job, Pin, Taint
 
 OTHER = "2b" * 16
 
@@ -505,6 +505,26 @@ def test_no_more_is_promised_of_an_attempt_once_the_next_one_is_decided() -> Non
     view = reign.answers[reign.requests].attempt
     assert view is not None
     assert view.from_step == 2, "decided before anybody had told of step 4"
+
+
+def test_no_more_is_promised_of_an_attempt_while_the_next_one_may_be_in_the_log_although_that_seemed_to_fail() -> None:
+    reign = training()
+    committed(reign, 2)
+    reign.end_trainers()
+    reign.held_back = {Append}
+    assert reign.ask("a", "b", launch_id=OTHER) is None
+    (append,) = reign.kept_back
+    assert isinstance(append, Append)
+    reign.kept_back.clear()
+    reign.do(OpenFailed(uid=append.intent.uid, text="no answer", again=False, now_s=0.0))
+    assert reign.answers[reign.requests].code == "unavailable"
+    before = reign.desired
+    reign.hold(4, tiers=("memory", "peer"))
+    assert (reign.desired.protected_step, reign.desired.keep) == (before.protected_step, before.keep)
+    assert before.protected_step < 4
+    assert reign.state.head is not None
+    reign.append_record(Pin(seq=reign.state.head))
+    assert reign.desired.protected_step == 4, "a record is in its place"
 
 
 def test_what_was_promised_of_an_attempt_is_not_said_of_the_one_that_somebody_goes_back_to() -> None:
