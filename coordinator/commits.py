@@ -200,9 +200,9 @@ class Commits:
 
     def _read_ahead(self) -> list[Effect]:
         """Have indexes read of the step that is read back, and of the newest, in portions while it is not complete."""
-        wanted = {self.under_way, max(self.receipts, default=0)} - self.dead.keys()
+        wanted = frozenset({self.under_way, max(self.receipts, default=0)} - self.dead.keys())
         return [
-            ReadAhead(indexes=self._indexes(step, self._unread.pop(step)))
+            ReadAhead(indexes=self._indexes(step, self._unread.pop(step)), wanted=wanted)
             for step in sorted(wanted & self._unread.keys())
             if len(self._unread[step]) >= AHEAD_AT_ONCE or self._is_complete(step)
         ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -22,11 +22,9 @@ from toprope.store.log.records import Ready
 from toprope.store.names import manifest_key
 
 FEW_RANKS = 32
-"""Of so few the indexes are read all at once, here."""
+"""Of so few the indexes are read all at once, and here."""
 PORTION, PORTIONS_AT_ONCE = 256, 2
 """Of more ranks, so many are read at a time: by another process, if there is one, which costs time for each portion."""
-STEPS_AHEAD = 2
-"""Of so many steps indexes are read ahead: of the one that is being read back, and of the newest."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -46,15 +44,22 @@ class Committer:
         self._log = log
         self._wall_s = wall_s
         self._ahead: dict[int, _Ahead] = {}
-        self._portions_gate = asyncio.Semaphore(PORTIONS_AT_ONCE)
+        self._ahead_gate, self._gate = (asyncio.Semaphore(PORTIONS_AT_ONCE) for _ in range(2))
 
-    def read_ahead(self, indexes: ReadIndexes, *, tasks: asyncio.TaskGroup) -> None:
-        """Begin to read indexes; one that can't be read now is read again when its step is committed."""
-        self._forget(step for step, one in self._ahead.items() if one.attempt_uid != indexes.attempt_uid)
-        ahead = self._ahead.setdefault(indexes.step, _Ahead(attempt_uid=indexes.attempt_uid))
-        self._forget(sorted(self._ahead)[:-STEPS_AHEAD])
+    def read_ahead(self, indexes: ReadIndexes, *, wanted: Container[int], tasks: asyncio.TaskGroup) -> None:
+        """Begin to read indexes; one that can't be read now is read again when its step is committed.
+
+        Of other steps than ``wanted``, and of other attempts, nothing is remembered and no more is read.
+        """
+        uid = indexes.attempt_uid
+        self._forget(step for step, one in self._ahead.items() if step not in wanted or one.attempt_uid != uid)
+        ahead = self._ahead.setdefault(indexes.step, _Ahead(attempt_uid=uid))
         for portion in _portions(indexes.receipts, world=indexes.world):
             ahead.reading.append(tasks.create_task(self._try(indexes, portion, into=ahead.found)))
+
+    def end(self) -> None:
+        """Read nothing ahead any more."""
+        self._forget(self._ahead)
 
     def _forget(self, steps: Iterable[int]) -> None:
         for step in list(steps):
@@ -63,7 +68,7 @@ class Committer:
 
     async def _try(self, indexes: ReadIndexes, receipts: Sequence[Receipt], *, into: dict[Copy, Index | None]) -> None:
         with contextlib.suppress(CkptError):  # what is wrong with one is told of when its step is committed
-            await self._read(indexes, receipts, into=into)
+            await self._read(indexes, receipts, into=into, gate=self._ahead_gate)
 
     async def committed(self, intent: CommitStep) -> str:
         """Make a step READY; return what is in the way if it never can be.
@@ -105,7 +110,7 @@ class Committer:
         try:
             async with asyncio.TaskGroup() as tasks:
                 for portion in _portions(missing, world=intent.world):
-                    tasks.create_task(self._read(intent, portion, into=found))
+                    tasks.create_task(self._read(intent, portion, into=found, gate=self._gate))
         except ExceptionGroup as group:
             raise group.exceptions[0] from group
         return [found[one.copy] for one in receipts]
@@ -121,11 +126,16 @@ class Committer:
         return ahead.found
 
     async def _read(
-        self, of: CommitStep | ReadIndexes, receipts: Sequence[Receipt], *, into: dict[Copy, Index | None]
+        self,
+        of: CommitStep | ReadIndexes,
+        receipts: Sequence[Receipt],
+        *,
+        into: dict[Copy, Index | None],
+        gate: asyncio.Semaphore,
     ) -> None:
-        """Read and check the indexes of a portion."""
+        """Read and check the indexes of a portion, in its turn if there may be many."""
         rested_on = of.rested_on if isinstance(of, CommitStep) else ()
-        async with self._portions_gate if of.world > FEW_RANKS else contextlib.nullcontext():
+        async with gate if of.world > FEW_RANKS else contextlib.nullcontext():
             state = self._log.state
             expected = [expected_of(state, of, one, whole=one.copy.key in rested_on) for one in receipts]
             for one, index in zip(receipts, await self._store.read_indexes(expected), strict=True):
@@ -136,7 +146,7 @@ class Committer:
 
 
 def _portions(receipts: Sequence[Receipt], *, world: int) -> Iterator[Sequence[Receipt]]:
-    """Yield the receipts that are read one after the other: of few ranks each by itself, side by side."""
+    """Yield the receipts that are read with one call: of few ranks each by itself."""
     size = PORTION if world > FEW_RANKS else 1
     for at in range(0, len(receipts), size):
         yield receipts[at : at + size]

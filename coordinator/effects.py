@@ -59,9 +59,13 @@ class Learn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadAhead:
-    """Read indexes before their step is committed: those of thousands of ranks take longer than all else."""
+    """Read indexes before their step is committed: those of thousands of ranks take longer than all else.
+
+    Of other steps than ``wanted`` nothing is of use any more.
+    """
 
     indexes: ReadIndexes
+    wanted: frozenset[int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

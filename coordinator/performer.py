@@ -310,6 +310,7 @@ class Coordinator:
                 await stop.wait()
             finally:
                 self._over = True
+                self._committer.end()
                 await ended(loops)
                 await self._let_go()
 
@@ -418,7 +419,7 @@ class Coordinator:
             case Learn():
                 self._tasks.create_task(self._opener.learn(effect))
             case ReadAhead():
-                self._committer.read_ahead(effect.indexes, tasks=self._tasks)
+                self._committer.read_ahead(effect.indexes, wanted=effect.wanted, tasks=self._tasks)
             case Commit():
                 self._tasks.create_task(self._commit(effect.intent))
             case Tidy():

@@ -13,7 +13,7 @@ import os
 import signal
 import threading
 from collections.abc import Sequence
-from concurrent.futures import CancelledError, Future, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing.connection import Connection, wait
 
@@ -21,7 +21,7 @@ import msgspec
 
 from toprope.coordinator.adapters.looking import Look, look_at
 from toprope.coordinator.index_checks import Expected
-from toprope.store.errors import CkptError, UnavailableError
+from toprope.store.errors import CkptError, CorruptObjectError, UnavailableError
 from toprope.store.objects.opening import open_store
 from toprope.store.objects.protocol import ObjectStore
 
@@ -50,43 +50,47 @@ class BulkReader:
         Raises:
             UnavailableError: the process has ended or can't be started; the next call tries to start another.
         """
-        found = await asyncio.to_thread(self._asked, msgspec.msgpack.encode(expected))
+        found = await self._asked(_packed(expected, expected))
         if isinstance(found, CkptError):
             raise found
-        return msgspec.msgpack.decode(found, type=list[Look])
+        looks: list[Look] = []
+        for raw in msgspec.msgpack.decode(found, type=list[msgspec.Raw]):
+            looks.append(msgspec.msgpack.decode(raw, type=Look))
+            await asyncio.sleep(0)  # an index may be long, and others wait for the loop
+        return looks
 
-    def _asked(self, expected: bytes) -> bytes | CkptError:
+    async def _asked(self, expected: bytes) -> bytes | CkptError:
+        pool = None
         try:
-            with self._mutex:
-                looking = self._asking(expected)
-            return looking.result()
+            pool, looking = await asyncio.to_thread(self._asking, expected)
+            return await asyncio.wrap_future(looking)
         except BrokenProcessPool:
             with self._mutex:
-                self._end()
+                if pool is self._pool:
+                    self._end()
                 closed = self._closed
             return UnavailableError(_ENDING if closed else _ENDED)
-        except CancelledError:
-            return UnavailableError(_ENDING)
         except OSError as error:
             return UnavailableError(
                 f"{_WHO} can't be started: {error.strerror}. Are there limits on processes or memory?"
             )
 
-    def _asking(self, expected: bytes) -> Future[bytes | CkptError]:
+    def _asking(self, expected: bytes) -> tuple[ProcessPoolExecutor, Future[bytes | CkptError]]:
         """Ask the process, which is started if it must be."""
-        if self._closed:
-            raise CancelledError
-        if self._pool is None:
-            context = multiprocessing.get_context("spawn")
-            its, self._life = context.Pipe(duplex=False)
-            self._pool = ProcessPoolExecutor(1, mp_context=context, initializer=_begin, initargs=(its,))
-        return self._pool.submit(_look, self._root, expected)
+        with self._mutex:
+            if self._closed:
+                raise UnavailableError(_ENDING)
+            if self._pool is None:
+                context = multiprocessing.get_context("spawn")
+                its, self._life = context.Pipe(duplex=False)
+                self._pool = ProcessPoolExecutor(1, mp_context=context, initializer=_begin, initargs=(its,))
+            return self._pool, self._pool.submit(_look, self._root, expected)
 
     def _end(self) -> None:
         if self._life is not None:
             self._life.close()
         if self._pool is not None:
-            self._pool.shutdown(wait=False, cancel_futures=True)
+            self._pool.shutdown(wait=False)  # what is asked of it breaks with the process
         self._pool = self._life = None
 
     def close(self) -> None:
@@ -128,6 +132,27 @@ def _look(root: str, expected: bytes) -> bytes | CkptError:
     """
     wanted = msgspec.msgpack.decode(expected, type=list[Expected])
     try:
-        return msgspec.msgpack.encode(list(_threads().map(functools.partial(look_at, _store(root)), wanted)))
+        return _packed(list(_threads().map(functools.partial(look_at, _store(root)), wanted)), wanted)
     except CkptError as error:
         return type(error)(str(error))
+
+
+def _packed(values: Sequence[Expected] | Sequence[Look], expected: Sequence[Expected]) -> bytes:
+    """Return values as msgpack, one for each of what is expected.
+
+    Raises:
+        CorruptObjectError: a receipt, or an index, has a number that is none of a shard's.
+    """
+    try:
+        return msgspec.msgpack.encode(values)
+    except OverflowError as error:
+        raise CorruptObjectError(f"{_unpackable(values, expected)}: it has a number of more than 64 bits") from error
+
+
+def _unpackable(values: Sequence[Expected] | Sequence[Look], expected: Sequence[Expected]) -> str:
+    for value, one in zip(values, expected, strict=True):
+        try:
+            msgspec.msgpack.encode(value)
+        except OverflowError:
+            return one.key
+    return f"one of {len(expected)} indexes"

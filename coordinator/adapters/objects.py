@@ -153,7 +153,9 @@ def _indexes(store: ObjectStore, state: JobState, seq: int, bodies: IndexBodies)
 
 def _index(store: ObjectStore, manifest: Manifest, shard: Shard, bodies: IndexBodies) -> Index:
     kept = bodies.get(shard.index_sha256)
-    body = index_body(store, manifest, shard) if kept is None else kept
+    if kept is not None:
+        return index_of_body(kept, manifest, shard)
+    body = index_body(store, manifest, shard)
     index = index_of_body(body, manifest, shard)
     bodies.keep(shard.index_sha256, body)
     return index

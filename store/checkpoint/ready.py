@@ -374,16 +374,19 @@ def damage_in(  # noqa: PLR0913 - what a damage consists of
     )
 
 
-def read_capped(store: ObjectStore, key: Key, *, limit: int, uncached: bool = False) -> bytes:
-    """Return an object, ``uncached`` as in ``ObjectStore.read``, unless it is longer than it may be.
-
-    It is one request: a store reads no more than ``MAX_WHOLE_BYTES`` without being told how much.
+def read_capped(store: ObjectStore, key: Key, *, limit: int) -> bytes:
+    """Return an object, unless it is longer than it may be.
 
     Raises:
         CorruptObjectError: it is longer than ``limit``.
         MissingObjectError: it is not there.
     """
-    body = store.read(key, uncached=uncached)
-    if len(body) > limit:
-        raise CorruptObjectError(f"{key}: {len(body)} bytes; at most {limit}")
-    return body
+    size = store.size(key)
+    if size > limit:
+        raise too_long(key, size, limit=limit)
+    return store.read(key)
+
+
+def too_long(key: Key, size: int, *, limit: int) -> CorruptObjectError:
+    """Return the error for an object that has more bytes than it may have."""
+    return CorruptObjectError(f"{key}: {size} bytes; at most {limit}")

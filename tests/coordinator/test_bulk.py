@@ -27,7 +27,7 @@ from toprope.coordinator.committing import PORTION, Committer
 from toprope.coordinator.index_checks import Expected
 from toprope.coordinator.intents import CommitStep
 from toprope.coordinator.log import Log
-from toprope.store.checkpoint.manifest import Index
+from toprope.store.checkpoint.manifest import Index, encode, sha256
 from toprope.store.checkpoint.ready import read_index_at
 from toprope.store.errors import CorruptObjectError, MissingObjectError, UnavailableError
 from toprope.store.objects.directory import DirectoryStore
@@ -162,7 +162,24 @@ class Portions(ThreadedStore):
         return await super().read_indexes(expected)
 
 
-@pytest.mark.parametrize("wrong", [(), (PORTION - 1, 40)])
+@pytest.mark.parametrize("what", ["receipt", "index"])
+def test_a_number_that_is_none_of_a_shard_is_told_of(
+    tmp_path: Path, reader: BulkReader, step: tuple[Expected, ...], what: str
+) -> None:
+    many = list(step)
+    if what == "receipt":
+        many[7] = structs.replace(many[7], copy=structs.replace(many[7].copy, bytes=2**64))
+    else:
+        index = read_index_at(DirectoryStore(tmp_path), many[7].key)
+        tensor = structs.replace(index.tensors[0], global_shape=(2**64,))
+        body = encode(structs.replace(index, tensors=(tensor, *index.tensors[1:])))
+        (tmp_path / many[7].key).write_bytes(body)
+        many[7] = structs.replace(many[7], copy=structs.replace(many[7].copy, index_sha256=sha256(body)), whole=True)
+    with pytest.raises(CorruptObjectError, match=r"rank-00007.*: it has a number of more than 64 bits"):
+        look(reader, *many)
+
+
+@pytest.mark.parametrize("wrong", [(), (PORTION - 1, 40), (PORTION + 2,)])
 async def test_of_many_ranks_each_index_is_held_against_its_own_receipt(wrong: tuple[int, ...]) -> None:
     builder = JobBuilder(FakeStore(), image=adapter_image, codec="none", world=PORTION + 6).begin()
     receipts = list(receipts_of(builder, builder.checkpoint(10)))

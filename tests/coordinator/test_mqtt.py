@@ -100,6 +100,7 @@ def test_a_connection_that_breaks_in_the_pause_after_a_failed_publication_ends_n
         async with asyncio.timeout(5.0), asyncio.TaskGroup() as tasks:
             running = tasks.create_task(client.run())
             await first.wait()
+            client._nodes = dict.fromkeys("ab")
             publishing = tasks.create_task(client.publish(lambda: Extracts(WHOLE)))
             await again.wait()
             assert not running.done()

@@ -16,7 +16,7 @@ from tests.support.stores import JobBuilder, adapter_image
 
 from toprope.coordinator.adapters.objects import ThreadedStore
 from toprope.coordinator.commits import AHEAD_AT_ONCE, Commits
-from toprope.coordinator.committing import STEPS_AHEAD, Committer
+from toprope.coordinator.committing import Committer
 from toprope.coordinator.effects import Commit, ReadAhead
 from toprope.coordinator.index_checks import Expected
 from toprope.coordinator.intents import CommitStep, ReadIndexes
@@ -86,7 +86,7 @@ async def read(way: Way, *ahead: ReadIndexes) -> None:
     """Read ahead, to the end."""
     async with asyncio.TaskGroup() as tasks:
         for one in ahead:
-            way.committer.read_ahead(one, tasks=tasks)
+            way.committer.read_ahead(one, wanted={10, 20, 30}, tasks=tasks)
 
 
 async def test_each_index_is_read_once_whether_ahead_or_when_its_step_is_committed(way: Way) -> None:
@@ -101,7 +101,7 @@ async def test_each_index_is_read_once_whether_ahead_or_when_its_step_is_committ
 async def test_a_commit_waits_for_what_is_being_read_ahead(way: Way) -> None:
     way.store.held.clear()
     async with asyncio.TaskGroup() as tasks:
-        way.committer.read_ahead(way.ahead(10), tasks=tasks)
+        way.committer.read_ahead(way.ahead(10), wanted={10}, tasks=tasks)
         committing = tasks.create_task(way.committer._indexes(way.intent(10)))
         await asyncio.sleep(0.01)
         assert not committing.done()
@@ -146,14 +146,18 @@ async def test_an_index_into_whose_file_others_point_is_read_whole(way: Way) -> 
     assert way.reads(10) == [1, 1, 1, 2]
 
 
-async def test_nothing_stays_of_steps_before_and_of_other_attempts(way: Way) -> None:
+async def test_no_more_is_read_of_steps_that_are_not_wanted_any_more(way: Way) -> None:
     way.store.held.clear()
     async with asyncio.TaskGroup() as tasks:
-        for step in (10, 20, 30):
-            way.committer.read_ahead(way.ahead(step), tasks=tasks)
-        assert len(way.committer._ahead) == STEPS_AHEAD
+        for step, wanted in ((10, {10}), (20, {10, 20}), (30, {10, 30})):
+            way.committer.read_ahead(way.ahead(step), wanted=wanted, tasks=tasks)
+        assert list(way.committer._ahead) == [10, 30]
         way.store.held.set()
-    assert (way.reads(10), way.reads(20), way.reads(30)) == ([0] * WORLD, [1] * WORLD, [1] * WORLD)
+    assert (way.reads(10), way.reads(20), way.reads(30)) == ([1] * WORLD, [0] * WORLD, [1] * WORLD)
+
+
+async def test_nothing_stays_of_steps_before_and_of_other_attempts(way: Way) -> None:
+    await read(way, way.ahead(10), way.ahead(30))
     await way.committer._indexes(way.intent(30))
     assert not way.committer._ahead
     await read(way, way.ahead(20))
@@ -162,6 +166,15 @@ async def test_nothing_stays_of_steps_before_and_of_other_attempts(way: Way) -> 
     assert way.reads(30) == [2] * WORLD
     await way.committer._indexes(way.intent(30))
     assert way.reads(30) == [3] * WORLD, "what was read for another attempt is not believed"
+
+
+async def test_no_more_is_read_ahead_once_the_reign_is_over(way: Way) -> None:
+    way.store.held.clear()
+    async with asyncio.timeout(5.0), asyncio.TaskGroup() as tasks:
+        way.committer.read_ahead(way.ahead(10), wanted={10}, tasks=tasks)
+        await asyncio.sleep(0.01)
+        way.committer.end()
+    assert way.reads(10) == [0] * WORLD
 
 
 # --- what is asked for
