@@ -529,11 +529,16 @@ class Core:
         return self._say("info", "leaving", f"ranks are about to be ended: all save step {step} and end there")
 
     def _dropped(self, safety: protection.Safety | None) -> tuple[Kept, ...]:
-        """Return the steps of the current attempt that no one need keep waiting for."""
+        """Return the steps of the current attempt that no one need keep waiting for.
+
+        Those before the one that is protected nobody does: to name each as it comes and goes would be half of what a
+        coordinator says.
+        """
         attempt = self.log_view.state.attempt
         if attempt is None or safety is None:
             return ()
-        return tuple(Kept(attempt_uid=attempt.uid, step=step) for step in safety.hopeless)
+        hopeless = [step for step in safety.hopeless if step > safety.protected_step]
+        return tuple(Kept(attempt_uid=attempt.uid, step=step) for step in hopeless)
 
     def _view(self) -> AttemptView | None:
         restoring = self.progress.phase in ("opened", "staged")

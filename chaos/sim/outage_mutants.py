@@ -35,7 +35,7 @@ OF_OUTAGES: tuple[Mutant, ...] = (
         name="delayed",
         safeguard="the log takes no attempt that was decided without it after what decides about it",
         invariant="I5",
-        seed=34,
+        seed=33,
         patches={("toprope.store.log.fold", "_broken_by_delay"): s.always(None)},
         narrow={
             **_NOTHING_ELSE,
@@ -88,7 +88,7 @@ OF_OUTAGES: tuple[Mutant, ...] = (
         name="old-world",
         safeguard="an attempt is given out without the log only when the nodes of the one before have adopted it too",
         invariant="I18",
-        seed=38,
+        seed=301,
         patches={("toprope.coordinator.outage", "concerned"): s.new_world},
         narrow=REPLACED,
     ),

@@ -29,6 +29,8 @@ _WHO = "the process that reads indexes for the coordinator"
 _ENDING = f"{_WHO} is being ended"
 _ENDED = f"{_WHO} has ended; it is started again. Did it want too much memory?"
 _NICE = 19
+_DECODED_AT_ONCE_BYTES = 256 * 1024
+"""It takes the loop about a millisecond to decode so much."""
 _THREADS = 32
 """So many objects are read at once: a store in a network makes each wait."""
 
@@ -54,9 +56,13 @@ class BulkReader:
         if isinstance(found, CkptError):
             raise found
         looks: list[Look] = []
+        behind = 0
         for raw in msgspec.msgpack.decode(found, type=list[msgspec.Raw]):
             looks.append(msgspec.msgpack.decode(raw, type=Look))
-            await asyncio.sleep(0)  # an index may be long, and others wait for the loop
+            behind += len(raw)
+            if behind > _DECODED_AT_ONCE_BYTES:  # others wait for the loop
+                behind = 0
+                await asyncio.sleep(0)
         return looks
 
     async def _asked(self, expected: bytes) -> bytes | CkptError:

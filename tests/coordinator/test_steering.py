@@ -667,6 +667,19 @@ def test_a_step_that_a_rank_skipped_is_dropped_by_the_others_at_once() -> None:
     assert reign.desired.dropped == (Kept(attempt_uid=uid(reign), step=2),)
 
 
+def test_a_step_before_the_one_that_is_protected_is_not_named_as_it_goes() -> None:
+    reign = training()
+    reign.hold(2)
+    reign.hold(4, tiers=("memory", "peer"))
+    assert reign.desired.protected_step == 4
+    before = reign.desired.version
+    node = reign.nodes["a"]
+    node.copies = [copy for copy in node.copies if (copy.step, copy.tier) != (2, "memory")]
+    reign.hear()
+    assert 2 in reign.core.holdings.assess(copies=1, placed=1).hopeless
+    assert (reign.desired.version, reign.desired.dropped) == (before, ())
+
+
 def test_a_step_that_may_still_become_ready_is_not_dropped_although_a_rank_has_gone_on() -> None:
     reign = training()
     reign.hold(8, ranks=(0,))

@@ -37,7 +37,7 @@ SELDOM: dict[str, tuple[int, dict[str, Any]]] = {
         {**READERS, "faults": ("reader",), "chaos_s": 30.0, "between_s": 0.7, "step_s": 0.5},
     ),
     "a read-back found damage": (
-        15,
+        21,
         {**PAIR, "faults": ("kill rank",), "store_fault": 0.1, "chaos_s": 30.0, "between_s": 6.0, "step_s": 1.5},
     ),
     "a reader refused wrong bytes": (0, RANGES),
@@ -64,7 +64,7 @@ SELDOM: dict[str, tuple[int, dict[str, Any]]] = {
         {**_MARKED, "faults": ("store outage", "go back", "go back", "kill rank")},
     ),
     "the store went away while a record was appended": (51, OUTAGE),
-    "wrong bytes of the store were asked for once more": (7, RANGES),
+    "wrong bytes of the store were asked for once more": (0, RANGES),
 }
 """A seed for each, and what is narrowed, so that it happens."""
 
