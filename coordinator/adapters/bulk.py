@@ -28,7 +28,7 @@ from toprope.store.objects.protocol import ObjectStore
 _WHO = "the process that reads indexes for the coordinator"
 _ENDING = f"{_WHO} is being ended"
 _ENDED = f"{_WHO} has ended; it is started again. Did it want too much memory?"
-_NICE = 19
+_NICE = 12
 _DECODED_AT_ONCE_BYTES = 256 * 1024
 """It takes the loop about a millisecond to decode so much."""
 _THREADS = 32
