@@ -90,7 +90,11 @@ class BulkReader:
                 context = multiprocessing.get_context("spawn")
                 its, self._life = context.Pipe(duplex=False)
                 self._pool = ProcessPoolExecutor(1, mp_context=context, initializer=_begin, initargs=(its,))
-            return self._pool, self._pool.submit(_look, self._root, expected)
+            try:
+                return self._pool, self._pool.submit(_look, self._root, expected)
+            except BrokenProcessPool:
+                self._end()
+                raise
 
     def _end(self) -> None:
         if self._life is not None:

@@ -86,6 +86,19 @@ def test_a_process_that_was_killed_costs_one_reading(reader: BulkReader, step: t
     assert look(reader, *step) == before
 
 
+def test_a_process_that_was_killed_while_nothing_was_read_costs_one_reading(
+    reader: BulkReader, step: tuple[Expected, ...]
+) -> None:
+    before = look(reader, *step)
+    pool = reader._pool
+    assert pool is not None
+    os.kill(process_of(reader), signal.SIGKILL)
+    wait_until(lambda: pool._broken, what="it is known that it has ended", timeout_s=10)
+    with pytest.raises(UnavailableError, match="has ended"):
+        look(reader, *step)
+    assert look(reader, *step) == before
+
+
 def look_on(reader: BulkReader, step: tuple[Expected, ...]) -> None:
     """Read until something is wrong: that a process was killed is noticed a moment later."""
     for _ in range(1000):
