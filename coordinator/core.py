@@ -482,9 +482,8 @@ class Core:
             return self._keep, 0
         source = self.log_view.source
         before = self._promised_step(attempt.uid)
-        if self.requests.may_be_next(
-            self.logged.state.n, attempt
-        ):  # it would pass over what is promised of this one now
+        if self.requests.may_be_next(self.logged.state.n, attempt):
+            # one that is decided would pass over what is promised of this one now
             return self._keep, before
         if safety.protected_step > before:
             self.protected_at_s = now_s

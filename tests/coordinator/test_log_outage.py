@@ -395,11 +395,9 @@ def test_one_that_was_being_appended_when_the_log_went_away_is_waited_for() -> N
     reign.log_away("")
     reign.held_back = {Append}
     assert reign.ask("a", "b", launch_id=AGAIN) is None
-    (append,) = reign.kept_back
-    assert isinstance(append, Append)
-    reign.kept_back.clear()
+    append = reign.lost_append()
     reign.log_away()
-    reign.do(OpenFailed(uid=append.intent.uid, text="no answer", again=False, now_s=reign.now_s))
+    reign.do(OpenFailed(uid=append.uid, text="no answer", again=False, now_s=reign.now_s))
     reign.unsure = True
     assert "may be there yet" in waits(reign.ask("a", "b", launch_id=AGAIN))
     assert reign.desired.proposed is None
@@ -413,12 +411,10 @@ def test_steps_of_what_was_opened_without_the_log_are_protected_although_an_appe
     reign.log_away("")
     reign.held_back = {Append}
     assert reign.ask("a", "b", launch_id=AGAIN) is None
-    (append,) = reign.kept_back
-    assert isinstance(append, Append)
-    reign.kept_back.clear()
+    append = reign.lost_append()
     reign.held_back.clear()
     reign.log_away()
-    reign.do(OpenFailed(uid=append.intent.uid, text="no answer", again=False, now_s=reign.now_s))
+    reign.do(OpenFailed(uid=append.uid, text="no answer", again=False, now_s=reign.now_s))
     view = opened(reign)
     reign.verdict_of(view)
     for rank, (own, other) in enumerate((("a", "b"), ("b", "a"))):

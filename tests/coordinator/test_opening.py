@@ -513,10 +513,8 @@ def test_no_more_is_promised_of_an_attempt_while_the_next_one_may_be_in_the_log_
     reign.end_trainers()
     reign.held_back = {Append}
     assert reign.ask("a", "b", launch_id=OTHER) is None
-    (append,) = reign.kept_back
-    assert isinstance(append, Append)
-    reign.kept_back.clear()
-    reign.do(OpenFailed(uid=append.intent.uid, text="no answer", again=False, now_s=0.0))
+    append = reign.lost_append()
+    reign.do(OpenFailed(uid=append.uid, text="no answer", again=False, now_s=0.0))
     assert reign.answers[reign.requests].code == "unavailable"
     before = reign.desired
     reign.hold(4, tiers=("memory", "peer"))
@@ -550,14 +548,12 @@ def test_an_attempt_that_seemed_to_fail_does_not_stop_the_one_that_is_decided_by
     reign = two_nodes()
     reign.held_back = {Append}
     reign.ask("a", "b")
-    (first,) = reign.kept_back
-    assert isinstance(first, Append)
-    reign.kept_back.clear()
-    reign.do(reign._open(first.intent))
+    first = reign.lost_append()
+    reign.do(reign._open(first))
     reign.verdict("applied")
     reign.end_trainers()
     assert reign.ask("a", "b", launch_id=OTHER) is None
-    reign.do(OpenFailed(uid=first.intent.uid, text="no answer", again=False, now_s=0.0))
+    reign.do(OpenFailed(uid=first.uid, text="no answer", again=False, now_s=0.0))
     before = reign.desired
     reign.hold(2, tiers=("memory", "peer"))
     assert reign.desired.protected_step == before.protected_step == 0

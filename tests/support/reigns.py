@@ -519,6 +519,13 @@ class Reign:
         self.state = done.state
         return done.seq is not None
 
+    def lost_append(self) -> OpenAttempt:
+        """Return the attempt whose append is held back, which is not done any more."""
+        (append,) = self.kept_back
+        assert isinstance(append, Append)
+        self.kept_back.clear()
+        return append.intent
+
     def append_record(self, record: Record) -> None:
         """Append a record as somebody of this term would, and let the core know."""
         self._append(lambda _: record)
